@@ -1,0 +1,42 @@
+"""The one error that an adapter, a flag or a request can cause."""
+
+from __future__ import annotations
+
+HTTP_STATUS = {
+    "unsupported_method": 400,
+    "bad_config": 400,
+    "bad_shape": 400,
+    "unknown_key": 400,
+    "missing_tensor": 400,
+    "wrong_base": 400,
+    "too_large": 400,
+    "unsafe_file": 400,
+    "no_slot": 409,
+    "in_use": 409,
+    "not_found": 404,
+}
+
+
+class AdapterError(ValueError):
+    """A refusal: which adapter, why (one of the codes in HTTP_STATUS), where, and what is allowed.
+
+    ``str(error)`` is the text that users see and that travels through SGLang's result messages:
+    ``adapter 'sql' refused [bad_shape]: model.layers.0.self_attn.q_proj lora_A.weight: found ..., want ...``
+    """
+
+    def __init__(self, code: str, hint: str, *, adapter: str = "", module: str = "", key: str = ""):
+        assert code in HTTP_STATUS, code
+        self.code, self.hint, self.adapter, self.module, self.key = code, hint, adapter, module, key
+        super().__init__(code, hint, adapter, module, key)
+
+    def named(self, adapter: str) -> AdapterError:
+        """The same refusal, naming its adapter; readers below the loader do not know the name."""
+        return AdapterError(self.code, self.hint, adapter=adapter, module=self.module, key=self.key)
+
+    @property
+    def http_status(self) -> int:
+        return HTTP_STATUS[self.code]
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.module, self.key) if part)
+        return f"adapter {self.adapter!r} refused [{self.code}]: {where + ': ' if where else ''}{self.hint}"

@@ -1,0 +1,91 @@
+"""The memory layout that host code, CPU ops and CUDA ops agree on; csrc/layout.h says the same in C++.
+
+Arena: one flat uint8 tensor on the serving device. A tenant owns one block of it, aligned to BLOCK bytes;
+inside a block every tensor is aligned to ALIGN bytes and stored in the serving dtype:
+
+    A        [rank8 / 8][in / 8][8 ranks][8 inputs]   ("core matrices": 8 x 8, inputs innermost)
+    A of an embedding   [vocabulary][rank8]
+    B        [rank8 / 8][out][8 ranks]
+    scale, bias, d, e, diagonal R     plain vectors (d padded to rank8)
+    rotation [in / b or 1][b][b]
+
+rank8 is the rank rounded up to a multiple of 8, the tail filled with zeros.
+
+Device table: int64 [slots][modules][FIELDS]: byte offsets into the arena (-1: absent) and one packed word.
+Slot table: int32 [slots][SLOT_FIELDS]. Shared sets: int64 [sets][SET_FIELDS].
+Plan: int32 buffer for at most n rows, see ``plan_size``; written by ``scute::plan``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+ALIGN = 16
+RANK_STEP = 8
+K_CHUNK = 512  # a shrink sums its inputs in chunks of this many, in order, in every batch
+
+# table[slot][module][...]
+A, B, SCALE, BIAS, D, E, ROTATION, META = range(8)
+FIELDS = 8
+# META = rank8 | rotation block size << 16 (0: none, 1: diagonal) | one block serves all << 32
+
+# slot table[slot][...]
+LIVE, SHARED_SET = range(2)
+SLOT_FIELDS = 2
+# bits of LIVE: which ops have work for this tenant
+DELTA, SHARED, ROTATED = 1, 2, 4
+
+# sets[set][...]: byte offsets of A [rank8/8][in/8][8][8] and B [rank8/8][out][8], and their sizes
+SET_A, SET_B, SET_RANK, SET_IN, SET_OUT = range(5)
+SET_FIELDS = 5
+
+# plan buffer: header, then for n rows: perm[n], tiles[n][4], shared_perm[n], shared_tiles[n][4]
+# header: 0 tiles in use, 1 shared tiles in use, 2 union of LIVE bits
+# tile: slot (or shared set), first position in perm (or shared_perm), rows, 0
+PLAN_HEADER = 16
+
+
+def plan_size(rows: int) -> int:
+    """int32 words of a plan for at most ``rows`` rows."""
+    return PLAN_HEADER + 10 * rows
+
+
+def pack_meta(rank8: int, rotation_block: int = 0, one_block: bool = False) -> int:
+    return rank8 | rotation_block << 16 | int(one_block) << 32
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def pack_a(A: Tensor) -> Tensor:
+    """(rank, in) -> [rank8 / 8][in / 8][8][8], contiguous. ``in`` must be a multiple of 8."""
+    rank, width = A.shape
+    if width % 8:
+        raise ValueError(f"A has {width} inputs; the layout needs a multiple of 8")
+    A = torch.nn.functional.pad(A, (0, 0, 0, round_up(rank, RANK_STEP) - rank))
+    return A.view(-1, RANK_STEP, width // 8, 8).permute(0, 2, 1, 3).contiguous()
+
+
+def unpack_a(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack_a`: (rank8, in)."""
+    return packed.permute(0, 2, 1, 3).reshape(packed.shape[0] * RANK_STEP, -1)
+
+
+def pack_embedding_a(A: Tensor) -> Tensor:
+    """(rank, vocabulary) -> [vocabulary][rank8], contiguous."""
+    return torch.nn.functional.pad(A, (0, 0, 0, round_up(A.shape[0], RANK_STEP) - A.shape[0])).T.contiguous()
+
+
+def pack_b(B: Tensor) -> Tensor:
+    """(out, rank) -> [rank8 / 8][out][8], contiguous."""
+    out, rank = B.shape
+    B = torch.nn.functional.pad(B, (0, round_up(rank, RANK_STEP) - rank))
+    return B.view(out, -1, RANK_STEP).permute(1, 0, 2).contiguous()
+
+
+def unpack_b(packed: Tensor) -> Tensor:
+    """Inverse of :func:`pack_b`: (out, rank8)."""
+    return packed.permute(1, 0, 2).reshape(packed.shape[1], -1)

@@ -1,0 +1,121 @@
+"""The normal form: what one adapter does to one linear layer.
+
+    F(x) = gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k )
+
+x is a row vector, W is the base weight transposed to (in, out). The low-rank terms take the input before
+R and are not scaled by s. ``b`` is the total bias, the base's included. An absent slot is the identity.
+Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
+weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
+
+    y' = y + y * scale + bias + v B^T  (+ ((x A_s^T) * d) B_s^T * e),   v = x A^T,   y from x + x (R - I)
+
+``Folded.scale`` is s - 1 and ``Folded.rotation`` is R - I: trained values lie so near the identity that a
+16-bit s would round to 1.
+
+Orientation and dtype of every tensor are PEFT's own: A is (rank, in), B is (out, rank), vectors are flat.
+Checkpoint tensors keep their file's dtype in Slots; Folded is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Term:
+    """One private low-rank term; its scalar c is already in B. For an embedding A is (rank, vocabulary)."""
+
+    A: Tensor
+    B: Tensor
+
+
+@dataclass(frozen=True)
+class SharedTerm:
+    """A low-rank term whose matrices other tenants may share (VeRA): only d and e belong to the tenant.
+
+    A is (rank, in_max) and B is (out_max, rank), at least as large as the layer; the layer uses the leading
+    ``A[:, :in]`` and ``B[:out]``. d is (rank,), e is (out,).
+    """
+
+    A: Tensor
+    B: Tensor
+    d: Tensor
+    e: Tensor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The normal form of one module as a checkpoint gives it. None and () mean the identity."""
+
+    terms: tuple[Term, ...] = ()
+    shared: SharedTerm | None = None
+    scale: Tensor | None = None  # s (out,): scales x R W, not the bias, not the terms
+    magnitude: Tensor | None = None  # DoRA's m (out,): s = m / ||W + sum_k B_k A_k|| per row, and scales the terms too
+    bias: Tensor | None = None  # (out,) added to the total bias
+    base_bias: Tensor | None = None  # (out,) takes the base bias's place (PEFT's bias="all" and "<method>_only")
+    base_weight: Tensor | None = None  # (out, in) copy of the base weight in the file; must equal the served one
+    gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
+    input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
+    rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What the kernels need of one module on this rank, in float32. None: nothing to apply.
+
+    A (rank, in), B (out, rank), scale = s - 1 (out,), bias (out,) added after scaling (b - s * base bias),
+    rotation = R - I as (in / b or 1, b, b) blocks, or (in,) for a diagonal R (input_scale - 1).
+    ``shared`` keeps its matrices whole; its d and e are this rank's.
+    """
+
+    A: Tensor | None = None
+    B: Tensor | None = None
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    rotation: Tensor | None = None
+    shared: SharedTerm | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A validated adapter, before it meets a base weight: method label and slots by HF module path."""
+
+    method: str  # label shown to users: "LORA", "DORA", "IA3", "VERA", "OFT", ...
+    modules: dict[str, Slots] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One projection of the base model as this tensor-parallel rank holds it.
+
+    ``path`` is the HF module path that checkpoints use (``model.layers.0.self_attn.q_proj``). ``inputs`` and
+    ``outputs`` are this rank's half-open ranges of the full in/out features. ``module`` is the row of the
+    device table; the projections of one fused SGLang layer have consecutive rows, in output order.
+    ``kind`` is "column", "row", "replicated", "head" or "embedding".
+    """
+
+    path: str
+    module: int
+    kind: str
+    in_features: int
+    out_features: int
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    weight: Callable[[], Tensor]  # this rank's (outputs, inputs) part, in the base dtype; not a copy
+    bias: Callable[[], Tensor | None]  # this rank's (outputs,) part of the base bias that y already holds
+    gated_by: str = ""  # for a gated MLP's down_proj: the path of the up_proj whose output it reads
+
+
+class BaseShape(dict[str, tuple[int, int]]):
+    """HF module path -> (in_features, out_features) of every adaptable module, in the model's order.
+
+    All that a reader may know of the base model; config.json is enough to build one. ``dtype`` is the base's
+    torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary.
+    """
+
+    def __init__(self, shapes, *, dtype, vocab_size: int):
+        super().__init__(shapes)
+        self.dtype, self.vocab_size = dtype, vocab_size
