@@ -1,6 +1,10 @@
 // Schemas of torch.ops.scute.* and their implementations; docs are in python/scute_sgl/ops.py.
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 #include <torch/library.h>
+#include <torch/version.h>
+#ifdef SCUTE_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 #include "ops.h"
 
@@ -11,13 +15,50 @@ TORCH_LIBRARY(scute, m) {
       "Tensor(a!) v) -> ()");
   m.def(
       "lookup(Tensor ids, Tensor arena, Tensor table, Tensor plan, int tile_rows, int module, int first_id, "
-      "Tensor(a!) v) -> ()");
+      "int held_ids, ScalarType dtype, Tensor(a!) v) -> ()");
   m.def(
       "expand(Tensor v, Tensor arena, Tensor table, Tensor plan, int tile_rows, int module, int[] columns, "
       "Tensor(a!) y) -> ()");
   m.def(
-      "vera(Tensor x, Tensor arena, Tensor table, Tensor sets, Tensor plan, int tile_rows, int module, "
-      "int[] columns, int in_begin, int[] out_begin, Tensor(a!) v, Tensor(b!) y) -> ()");
+      "vera(Tensor x, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, int tile_rows, "
+      "int module, int[] columns, int in_begin, int[] out_begin, Tensor(a!) v, Tensor(b!) y) -> ()");
   m.def(
       "rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(scute, CPU, m) {
+  m.impl("plan", TORCH_FN(scute::cpu::plan));
+  m.impl("shrink", TORCH_FN(scute::cpu::shrink));
+  m.impl("lookup", TORCH_FN(scute::cpu::lookup));
+  m.impl("expand", TORCH_FN(scute::cpu::expand));
+  m.impl("vera", TORCH_FN(scute::cpu::vera));
+  m.impl("rotate", TORCH_FN(scute::cpu::rotate));
+}
+
+#ifdef SCUTE_WITH_CUDA
+TORCH_LIBRARY_IMPL(scute, CUDA, m) {
+  m.impl("plan", TORCH_FN(scute::cuda::plan));
+  m.impl("shrink", TORCH_FN(scute::cuda::shrink));
+  m.impl("lookup", TORCH_FN(scute::cuda::lookup));
+  m.impl("expand", TORCH_FN(scute::cuda::expand));
+  m.impl("vera", TORCH_FN(scute::cuda::vera));
+  m.impl("rotate", TORCH_FN(scute::cuda::rotate));
+}
+#endif
+
+// Importing the module registers the ops above; it needs no CUDA driver.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("build_info", [] {
+    pybind11::dict info;
+#ifdef SCUTE_WITH_CUDA
+    info["cuda_archs"] = SCUTE_CUDA_ARCHS;
+    info["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+#else
+    info["cuda_archs"] = "";
+    info["cuda_version"] = pybind11::none();
+#endif
+    info["torch_version"] = TORCH_VERSION;
+    info["cxx"] = __VERSION__;
+    return info;
+  }, "What this extension was built for and with: cuda_archs (\"\": CPU only), cuda_version, torch_version, cxx.");
 }

@@ -56,7 +56,7 @@ class Slots:
     magnitude: Tensor | None = None  # DoRA's m (out,): s = m / ||W + sum_k B_k A_k|| per row, and scales the terms too
     bias: Tensor | None = None  # (out,) added to the total bias
     base_bias: Tensor | None = None  # (out,) takes the base bias's place (PEFT's bias="all" and "<method>_only")
-    base_weight: Tensor | None = None  # (out, in) copy of the base weight in the file; must equal the served one
+    base_weight: Tensor | None = None  # copy of the base weight in the file, as the base stores it; must equal the served one
     gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all

@@ -1,0 +1,138 @@
+// Device helpers: programmatic dependence, 16-byte loads, 16-bit tensor-core products, conversions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "layout.h"
+
+namespace scute::cuda {
+
+// Programmatic dependent launch. Every CTA of every kernel here calls pdl_wait before it ends, also one without
+// work: a grid that ends early would let its successor overtake its predecessor. Before the wait only
+// weights, device table, row -> slot table and plan may be read; the plan op ends with a full edge for that.
+__device__ __forceinline__ void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Volatile, so that the compiler leaves the loads where they are written: before the wait.
+__device__ __forceinline__ uint4 load_weights(const void* p) {
+  uint4 w;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(p));
+  return w;
+}
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(v);
+  } else {
+    return __float2bfloat16_rn(v);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
+  } else {
+    // Volatile: hoisted out of a loop over tokens, the unpacked weights would not fit the registers.
+    float2 v;
+    asm volatile("shl.b32 %0, %1, 16;" : "=f"(v.x) : "r"(pair));
+    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(v.y) : "r"(pair));
+    return v;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(T low, T high) {
+  static_assert(sizeof(T) == 2);
+  return *reinterpret_cast<uint16_t*>(&low) | static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(&high)) << 16;
+}
+
+// acc += sum of 8 products, in order.
+template <typename T>
+__device__ __forceinline__ float dot8(const uint4& w, const float4& low, const float4& high, float acc) {
+  float2 p = unpack<T>(w.x);
+  acc = fmaf(p.x, low.x, acc);
+  acc = fmaf(p.y, low.y, acc);
+  p = unpack<T>(w.y);
+  acc = fmaf(p.x, low.z, acc);
+  acc = fmaf(p.y, low.w, acc);
+  p = unpack<T>(w.z);
+  acc = fmaf(p.x, high.x, acc);
+  acc = fmaf(p.y, high.y, acc);
+  p = unpack<T>(w.w);
+  acc = fmaf(p.x, high.z, acc);
+  return fmaf(p.y, high.w, acc);
+}
+
+template <typename T>
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// c[16 x 8] += W[16 x 32] X[32 x 8]. Lane 4 g + t holds, 16 bytes each, inputs 8 t .. 8 t + 7 of weight row g (w0)
+// and of weight row g + 8 (w1), and of column g of X (x): the order of k inside the two products is permuted, the
+// same way for both operands, so that memory is read in 16-byte pieces and needs no rearranging.
+// Result: c[0], c[1] at row g, columns 2 t, 2 t + 1; c[2], c[3] at row g + 8.
+template <typename T>
+__device__ __forceinline__ void mma32(float (&c)[4], const uint4& w0, const uint4& w1, const uint4& x) {
+  mma<T>(c, w0.x, w1.x, w0.y, w1.y, x.x, x.y);
+  mma<T>(c, w0.z, w1.z, w0.w, w1.w, x.z, x.w);
+}
+
+__device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  // Zero source bytes: the 16 bytes are filled with zeros and `global` is not read.
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Runs a lambda with scalar_t set to the CUDA type of a serving dtype.
+#define SCUTE_CUDA_DISPATCH(dtype, ...)                                       \
+  [&] {                                                                       \
+    const auto body = [&](auto zero) {                                        \
+      using scalar_t = decltype(zero);                                        \
+      (__VA_ARGS__)();                                                        \
+    };                                                                        \
+    switch (dtype) {                                                          \
+      case at::kFloat: return body(float{});                                  \
+      case at::kHalf: return body(__half{});                                  \
+      case at::kBFloat16: return body(__nv_bfloat16{});                       \
+      default: TORCH_CHECK(false, "no kernel for ", dtype);                   \
+    }                                                                         \
+  }()
+
+}  // namespace scute::cuda

@@ -1,0 +1,61 @@
+// How every kernel of this package is launched: current stream, optional programmatic dependence, checked.
+#pragma once
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+
+namespace scute::cuda {
+
+// Whether kernels may start before their predecessor ends (they wait inside, see pdl_wait). SCUTE_PDL=0 turns
+// it off. Needs code compiled for 9.0 or later: older code has no wait in it.
+bool dependent_launch();
+
+// Only inside a captured graph is it known what ran before: device table, slots and arena are written outside.
+inline bool capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status == cudaStreamCaptureStatusActive;
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+inline int multiprocessors() {
+  static const int count = device_attribute(cudaDevAttrMultiProcessorCount);
+  return count;
+}
+
+// Integer setting for tuning runs; read once by the caller.
+inline int tuned(const char* name, int fallback) {
+  const char* text = std::getenv(name);
+  return text && *text ? std::atoi(text) : fallback;
+}
+
+template <typename Params>
+void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool dependent, const Params& params) {
+  if (smem > 16 * 1024) {  // beyond 48 KB, with what the kernel declares itself, only when asked for
+    C10_CUDA_CHECK(cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.stream = c10::cuda::getCurrentCUDAStream();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = dependent && dependent_launch() && capturing(config.stream) ? 1 : 0;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace scute::cuda

@@ -1,0 +1,111 @@
+"""What the layers need of the batch at hand: whose rows they see, and which ops have work.
+
+One object for all layers, filled by the manager before each forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+
+from scute_sgl.graphs import Variant
+from scute_sgl.plan import BatchPlan
+from scute_sgl.pool import Pool
+
+DECODE_TILE, EXTEND_TILE = 8, 64
+
+_manager_at_work = False
+
+
+@contextmanager
+def built_by_manager() -> Iterator[None]:
+    """Only inside is a ScuteBackend built: SGLang would otherwise run its stock LoRA layers under our name."""
+    global _manager_at_work
+    _manager_at_work = True
+    try:
+        yield
+    finally:
+        _manager_at_work = False
+
+
+class Rows:
+    """The rows of one kind of pass and their plan. Decoding has small tiles, and a small plan of its own."""
+
+    def __init__(self, pool: Pool, tile_rows: int):
+        self.pool, self.tile_rows = pool, tile_rows
+        self.plan = BatchPlan(64, pool)
+        self._planned = -1
+
+    def write(self, row_slots: Sequence[int]) -> None:
+        if len(row_slots) > self.plan.capacity:
+            self.plan = BatchPlan(1 << (len(row_slots) - 1).bit_length(), self.pool)
+        self.plan.write(row_slots)
+        self._planned = -1
+
+    def planned(self, rows: int) -> BatchPlan:
+        """The plan laid out for a pass of ``rows`` rows; made by the first layer that asks."""
+        if self._planned != rows:
+            self.plan.run(rows, self.tile_rows)
+            self._planned = rows
+        return self.plan
+
+
+class ScuteBackend(BaseLoRABackend):
+    """``live`` tells a layer which ops to run, ``body`` and :meth:`head_rows` whose rows it sees."""
+
+    name = "scute"
+    supports_prefill_cuda_graph = False
+
+    def __init__(self, max_loras_per_batch: int, device: torch.device, server_args=None, **kwargs):
+        if not _manager_at_work:
+            raise RuntimeError("scute's backend was built without scute's manager; the plugin's hooks are not in place")
+        super().__init__(max_loras_per_batch, device)
+        self.variant = Variant()
+        self._live = 0
+
+    def start(self, pool: Pool) -> None:
+        self.pool = pool
+        self._decode, self._extend = Rows(pool, DECODE_TILE), Rows(pool, EXTEND_TILE)
+        self._head = Rows(pool, EXTEND_TILE)
+        self.body = self._decode
+        self._head_slots: list[int] | None = None
+
+    @property
+    def live(self) -> int:
+        """LIVE bits that this forward pass serves: the batch's, or those of the graph being captured."""
+        return self._live if self.variant.forced is None else self.variant.forced
+
+    def begin(self, slots: list[int], lengths: Sequence[int], head_lengths: Sequence[int] | None, decode: bool) -> None:
+        """Prepare a batch: for each request its slot (-1: base) and rows, and how many of them the head sees (None: all)."""
+        self._live = 0
+        for slot in set(slots) - {-1}:
+            self._live |= self.pool.live[slot]
+        self.body = self._decode if decode else self._extend
+        self._head_slots = None if head_lengths is None else _repeat(slots, head_lengths)
+        if self._live:
+            self.body.write(_repeat(slots, lengths))
+
+    def reset_batch_state(self) -> None:
+        """An idle pass: no rows, no work."""
+        super().reset_batch_state()
+        self._live = 0
+
+    def head_rows(self, rows: int) -> Rows:
+        """Whose rows the output head sees: of an extend pass only some, and those perhaps in several calls."""
+        if self._head_slots is None:
+            return self.body
+        call = self._lm_head_pass_idx  # set by SGLang's chunked log-probabilities
+        begin = 0 if call is None else call * envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
+        slots = self._head_slots[begin : begin + rows]
+        if len(slots) != rows or (call is None and rows != len(self._head_slots)):
+            raise RuntimeError(f"the output head got {rows} rows from {begin} on, want {len(self._head_slots)} in all")
+        self._head.write(slots)
+        return self._head
+
+
+def _repeat(slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]

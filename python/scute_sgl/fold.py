@@ -1,0 +1,235 @@
+"""Sharded slots + the local base weight -> the tensors that kernels apply. Runs once, when an adapter loads.
+
+    y' = y + y * scale + bias + (x A^T) B^T + ...      y = (x R) W + b0 as the base layer gives it
+
+        s      = scale * dora                dora = magnitude / ||row of (W + sum_k B_k A_k)||
+        scale' = s * gain - 1                the identity is dropped, because 16 bits keep s - 1 but not s
+        bias'  = gain * (b - s * b0)         b = (base_bias or b0) + bias
+        B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
+        e'     = gain * e
+
+Vectors are multiplied in float64 and rounded once to float32. Row norms are the only work that reads W: it
+happens on W's device, a bounded number of rows at a time. All results are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from scute_sgl.errors import AdapterError
+from scute_sgl.shard import shard
+from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
+
+SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
+Result = TypeVar("Result")
+
+
+def fold_adapter(
+    adapter: Adapter,
+    targets: Mapping[str, Target],
+    sum_over_tp: Callable[[Tensor], Tensor] = lambda part: part,
+    all_ok: Callable[[bool], bool] = lambda ok: ok,
+    adds_bias: bool = True,
+) -> dict[int, tuple[Target, Folded]]:
+    """Shard and fold every module: {row of the device table: (target, folded)}, in ascending order.
+
+    ``targets`` by HF module path. Everything that may fail runs before the one collective and under
+    :func:`agree`, so a refusal on one rank is a refusal on all and nobody waits for a sum that never comes.
+    ``sum_over_tp`` gets one float64 vector on W's device, with the sums of squares of all split modules.
+    AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base`` and what shard.py refuses.
+    """
+
+    def local_part() -> list[tuple[Target, Slots, Tensor | None]]:
+        unknown = sorted(adapter.modules.keys() - targets.keys())
+        if unknown:
+            raise AdapterError("unknown_key", "the base model has no such adaptable module", module=unknown[0])
+        modules = fold_gates(adapter.modules, targets)
+        parts = [(t, shard(modules[t.path], t)) for t in sorted(map(targets.get, modules), key=lambda t: t.module)]
+        return [(t, slots, _read_base(slots, t)) for t, slots in parts]
+
+    parts = agree(local_part, all_ok)
+    split = [squares for t, _, squares in parts if squares is not None and _splits_inputs(t)]
+    sums = iter(sum_over_tp(torch.cat(split)).split([len(part) for part in split]) if split else ())
+    folded = {}
+    for t, slots, squares in parts:
+        if squares is not None and _splits_inputs(t):
+            squares = next(sums)
+        folded[t.module] = t, _fold(slots, t, squares, adds_bias)
+    return folded
+
+
+def agree(step: Callable[[], Result], all_ok: Callable[[bool], bool]) -> Result:
+    """Run a step that does not communicate; if it fails on any rank, it fails on all of them.
+
+    ``all_ok`` reduces a status word over the ranks (their logical and). A rank whose own step went well
+    raises AdapterError ``bad_config``; the rank that refused raises its own error.
+    """
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as caught:  # whatever it is, the other ranks wait for this one's status
+        error = caught
+    everywhere = all_ok(error is None)
+    if error is not None:
+        raise error
+    if not everywhere:
+        raise AdapterError("bad_config", "refused on another tensor-parallel rank; its log has the reason")
+    return result
+
+
+def fold(
+    slots: Slots,
+    t: Target,
+    sum_over_tp: Callable[[Tensor], Tensor] = lambda part: part,
+    adds_bias: bool = True,
+) -> Folded:
+    """Fold one module that is already sharded. ``adds_bias``: whether this rank adds a row-parallel layer's bias."""
+    squares = _read_base(slots, t)
+    if squares is not None and _splits_inputs(t):
+        squares = sum_over_tp(squares)
+    return _fold(slots, t, squares, adds_bias)
+
+
+def fold_gates(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> dict[str, Slots]:
+    """Move a gated down_proj's input scale into the gain of the up_proj that it reads, before sharding.
+
+    Exact, because act(gate) * up is elementwise. It stays where low-rank terms read the unscaled input.
+    """
+    modules = dict(modules)
+    for path, slots in sorted(modules.items()):
+        up = targets[path].gated_by
+        if slots.input_scale is None or up not in targets or slots.terms or slots.shared:
+            continue
+        if slots.input_scale.shape != (targets[up].out_features,):
+            found, want = tuple(slots.input_scale.shape), (targets[up].out_features,)
+            raise AdapterError("bad_shape", f"found shape {found}, want {want}", module=path, key="input_scale")
+        above = modules.get(up, Slots())
+        modules[up] = replace(above, gain=_product(above.gain, slots.input_scale).float())
+        modules[path] = replace(slots, input_scale=None)
+    return modules
+
+
+def needs_base_weight(slots: Slots) -> bool:
+    return slots.magnitude is not None or slots.base_weight is not None
+
+
+def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> Folded:
+    """``squares``: the whole sums of squares of the rows of W + B A, where there is a magnitude."""
+    dora = None if slots.magnitude is None else slots.magnitude.double() / squares.sqrt().to(slots.magnitude.device)
+    A, B = _join(slots.terms)
+    shared, lift = slots.shared, _product(dora, slots.gain)
+    if B is not None and lift is not None:
+        B = (B * lift[:, None]).float()
+    if shared is not None:
+        shared = replace(shared, d=shared.d.float(), e=_product(shared.e, slots.gain).float())
+    scale = _product(dora, slots.scale, slots.gain)
+    return Folded(
+        A=A,
+        B=B,
+        scale=None if scale is None else (scale - 1).float(),
+        bias=_shift(slots, t, _product(dora, slots.scale), adds_bias),
+        rotation=_rotation(slots),
+        shared=shared,
+    )
+
+
+def _shift(slots: Slots, t: Target, s: Tensor | None, adds_bias: bool) -> Tensor | None:
+    """gain * (b - s * b0), float32 (out,), or None where it is 0 for lack of slots.
+
+    Ranks that do not add a row-parallel bias hold zeros, not None: images of all ranks keep the same shape,
+    and with it the same place in the arena and the same live bits.
+    """
+    b0 = t.bias()
+    shift = None if slots.bias is None else slots.bias.double()
+    if slots.base_bias is not None:
+        moved = slots.base_bias.double() if b0 is None else slots.base_bias.double() - b0.cpu().double()
+        shift = moved if shift is None else shift + moved
+    if s is not None and b0 is not None:
+        kept = (s - 1) * b0.cpu().double()
+        shift = -kept if shift is None else shift - kept
+    if shift is None:
+        return None
+    if t.kind == "row" and not adds_bias:
+        return torch.zeros_like(shift, dtype=torch.float32)
+    return _product(shift, slots.gain).float()
+
+
+def _rotation(slots: Slots) -> Tensor | None:
+    """R - I: (in,) for a diagonal, else (in / b or 1, b, b)."""
+    if slots.input_scale is not None:
+        return (slots.input_scale.double() - 1).float()
+    if slots.rotation is None:
+        return None
+    blocks = slots.rotation.double()
+    return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
+
+
+def _product(*factors: Tensor | None) -> Tensor | None:
+    """float64 product of the factors that exist."""
+    product = None
+    for factor in factors:
+        if factor is not None:
+            product = factor.double() if product is None else product * factor.double()
+    return product
+
+
+def _join(terms: tuple[Term, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """All terms as one of their summed rank, float32: A (rank, in), B (out, rank)."""
+    if not terms:
+        return None, None
+    return torch.cat([term.A.float() for term in terms]), torch.cat([term.B.float() for term in terms], dim=1)
+
+
+def _splits_inputs(t: Target) -> bool:
+    return t.inputs != (0, t.in_features)
+
+
+def _read_base(slots: Slots, t: Target) -> Tensor | None:
+    """What a module needs of W: checks ``base_weight``, returns the local sums of squares for a magnitude.
+
+    Per output feature, float64 (out,) on W's device. W is (out, in), an embedding's (vocabulary, out).
+    """
+    if not needs_base_weight(slots):
+        return None
+    W = t.weight()
+    step = max(1, SCRATCH // max(1, W.shape[1]))
+    chunks = [slice(begin, begin + step) for begin in range(0, W.shape[0], step)]
+    if slots.base_weight is not None:
+        # The file may hold the base in another precision: what counts is the weight it would have become.
+        if not all(torch.equal(slots.base_weight[rows].to(W), W[rows]) for rows in chunks):
+            hint = "the base weight in the file differs from the served one"
+            raise AdapterError("wrong_base", hint, module=t.path, key="base_weight")
+    if slots.magnitude is None:
+        return None
+    A, B = _join(slots.terms)
+    embedding = t.kind == "embedding"
+    squares = torch.zeros(W.shape[1 if embedding else 0], dtype=torch.float64, device=W.device)
+    if A is not None:
+        A, B = A.to(W.device), B.to(W.device)
+        left, right = (A.T, B.T) if embedding else (B, A)  # W's rows take left @ right
+    with _full_float32():
+        for rows in chunks:
+            total = W[rows].float() if A is None else torch.addmm(W[rows].float(), left[rows], right)
+            part = total.square().sum(0 if embedding else 1, dtype=torch.float64)
+            if embedding:
+                squares += part
+            else:
+                squares[rows] = part
+    return squares
+
+
+@contextmanager
+def _full_float32():
+    """SGLang may have allowed TF32 products (--enable-tf32-matmul), whose 10 bits would show in s - 1."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,136 @@
+"""Loading and unloading, in the process that tokenizes.
+
+An adapter's name is registered after every scheduler holds the adapter, and is gone the moment an unload is
+asked for; the unload then waits for the requests that hold the adapter, without keeping other loads waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+from fastapi import HTTPException
+from fastapi.responses import ORJSONResponse
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+from sglang.srt.managers.tokenizer_control_mixin import _merge_lora_update_results
+
+from scute_sgl.errors import HTTP_STATUS, AdapterError
+from scute_sgl.hooks import Hook
+from scute_sgl.hooks_requests import check_name, is_scute
+from scute_sgl.options import Options
+
+POLL_SECONDS = 0.02
+
+
+class LoadRefusal(HTTPException):
+    """A refused load or unload, on its way to an HTTP client."""
+
+    def __init__(self, status: int, result: LoRAUpdateOutput):
+        super().__init__(status, result.error_message)
+        self.result = result
+
+
+async def answer_refusal(request, refusal: LoadRefusal) -> ORJSONResponse:
+    result = refusal.result
+    body = {"success": False, "error_message": result.error_message, "loaded_adapters": result.loaded_adapters}
+    return ORJSONResponse(body, status_code=refusal.status_code)
+
+
+async def load_lora_adapter(original, self, obj, request=None):
+    if not is_scute(self):
+        return await original(self, obj, request)
+    self.auto_create_handle_loop()
+    return await _answered(self, _load(self, obj), request)
+
+
+async def unload_lora_adapter(original, self, obj, request=None):
+    if not is_scute(self):
+        return await original(self, obj, request)
+    self.auto_create_handle_loop()
+    return await _answered(self, _unload(self, obj), request)
+
+
+async def load_lora_adapter_from_tensors(original, self, obj, request=None):
+    if not is_scute(self):
+        return await original(self, obj, request)
+    return await _answered(self, _load_from_tensors(obj), request)
+
+
+async def _load(manager, obj) -> LoRAUpdateOutput:
+    check_name(manager, obj.lora_name)
+    obj.lora_path = await asyncio.to_thread(local_folder, obj.lora_path)
+    async with manager.lora_update_lock:
+        if obj.lora_name in manager.lora_registry.names:
+            raise AdapterError("in_use", "an adapter of this name is loaded; unload it first", adapter=obj.lora_name)
+        ref = LoRARef(lora_name=obj.lora_name, lora_path=obj.lora_path, pinned=bool(obj.pinned))
+        obj.lora_id = ref.lora_id
+        result = await _tell_schedulers(manager, obj)
+        if result.success:
+            await manager.lora_registry.register(ref)
+    most = manager.server_args.max_loaded_loras
+    while result.success and most is not None and manager.lora_registry.num_registered_loras > most:
+        oldest = await manager.lora_registry.lru_lora_name(exclude_pinned=True)
+        if oldest is None:
+            break
+        result = await _unload(manager, UnloadLoRAAdapterReqInput(lora_name=oldest))
+    return result
+
+
+async def _unload(manager, obj) -> LoRAUpdateOutput:
+    async with manager.lora_update_lock:
+        if obj.lora_name not in manager.lora_registry.names:
+            raise AdapterError("not_found", "not loaded", adapter=str(obj.lora_name))
+        obj.lora_id = await manager.lora_registry.unregister(obj.lora_name)
+    while any(getattr(state.obj, "lora_id", None) == obj.lora_id for state in manager.rid_to_state.values()):
+        await asyncio.sleep(POLL_SECONDS)
+    async with manager.lora_update_lock:
+        return await _tell_schedulers(manager, obj)
+
+
+async def _load_from_tensors(obj) -> LoRAUpdateOutput:
+    hint = "tensors sent over the network would have to be unpickled; save the adapter and load its folder"
+    raise AdapterError("unsafe_file", hint, adapter=obj.lora_name)
+
+
+async def _tell_schedulers(manager, obj) -> LoRAUpdateOutput:
+    return _merge_lora_update_results(await manager.update_lora_adapter_communicator(obj))
+
+
+async def _answered(manager, outcome, request) -> LoRAUpdateOutput:
+    """The outcome; over HTTP a refusal raises, because SGLang answers every failure with 400."""
+    try:
+        result = await asyncio.shield(outcome)  # a client that goes away leaves no half of a load or unload
+    except AdapterError as error:
+        loaded = {name: ref.lora_path for name, ref in manager.lora_registry.get_all_adapters().items()}
+        result = LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters=loaded)
+    if not result.success and request is not None:
+        raise LoadRefusal(_status(result.error_message), result)
+    return result
+
+
+def _status(text: str) -> int:
+    """HTTP status of a refusal that travelled as text."""
+    code = re.search(r" refused \[(\w+)\]", text)
+    return HTTP_STATUS.get(code[1], 400) if code else 400
+
+
+def local_folder(path: str) -> str:
+    """``path``, or the local copy of the hub adapter that it names if the operator allows those."""
+    if os.path.isdir(path) or not Options.read().allow_hub or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return path  # a missing folder is refused by the schedulers, which read it
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(path, allow_patterns=["adapter_config.json", "adapter_model.safetensors"])
+    except Exception as error:
+        raise AdapterError("not_found", f"cannot download {path!r}: {error}", adapter=path) from None
+
+
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
+HOOKS = [
+    Hook(_CONTROL + "load_lora_adapter", load_lora_adapter, ("obj",)),
+    Hook(_CONTROL + "unload_lora_adapter", unload_lora_adapter, ("obj",)),
+    Hook(_CONTROL + "load_lora_adapter_from_tensors", load_lora_adapter_from_tensors, ("obj",)),
+]

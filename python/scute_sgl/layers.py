@@ -1,0 +1,171 @@
+"""The served model's layers with the batch's adapters around their GEMM.
+
+    x' = rotate(x);   y = base(x');   v = shrink(x);   y = y + y * (s - 1) + b + expand(v);   y += vera(x)
+
+SGLang's layers leave their GEMM to a "quant method" object. Wrapping that object, instead of the layer, keeps
+everything else the layer does: splitting inputs, adding the bias on one rank only, one all-reduce after the
+adapters' part or none at all, gathering. A batch without adapters reaches the base's own method untouched.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.lora.layers import BaseLayerWithLoRA
+from sglang.srt.utils import replace_submodule
+from torch import Tensor
+
+from scute_sgl import ops
+from scute_sgl.backend import DECODE_TILE, Rows, ScuteBackend
+from scute_sgl.layout import DELTA, K_CHUNK, ROTATED, SHARED
+from scute_sgl.targets import Site
+
+
+def attach(model: torch.nn.Module, sites: list[Site], backend: ScuteBackend) -> None:
+    """Put adapters around every site of the model."""
+    for site in sites:
+        kind = site.targets[0].kind
+        if kind == "head":
+            replace_submodule(model, site.name, ScuteHead(site, backend))
+        elif kind == "embedding":
+            site.layer.quant_method = ScuteEmbedding(site, backend)
+        else:
+            site.layer.quant_method = ScuteLinear(site, backend)
+
+
+class Adapters:
+    """The ops of one site, on one batch."""
+
+    def __init__(self, site: Site, backend: ScuteBackend):
+        self.backend, self.module, self.columns = backend, site.module, site.columns
+        self.slices = len(site.targets)
+        self.in_begin = site.targets[0].inputs[0]
+        self.out_begin = [target.outputs[0] for target in site.targets]
+
+    def rotate(self, rows: Rows, x: Tensor) -> Tensor:
+        """(slices, rows, in): every slice's own input."""
+        plan, pool = rows.planned(x.shape[0]), self.backend.pool
+        rotated = x.new_empty((self.slices, *x.shape))
+        ops.rotate(x, plan.row_slot, pool.arena, pool.table, self.module, self.slices, rotated)
+        return rotated
+
+    def add(self, rows: Rows, x: Tensor, y: Tensor) -> None:
+        """y = y + y * scale + bias + low-rank terms, in place; x is the layer's input before any rotation."""
+        live = self.backend.live
+        if live & DELTA:
+            plan, pool, v = rows.planned(x.shape[0]), self.backend.pool, self._partials(rows, x, self.slices)
+            ops.shrink(x, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.slices, v)
+            ops.expand(v, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.columns, y)
+        if live & SHARED:
+            plan, pool, v = rows.planned(x.shape[0]), self.backend.pool, self._partials(rows, x, 1)
+            ops.vera(
+                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, rows.tile_rows,
+                self.module, self.columns, self.in_begin, self.out_begin, v, y,
+            )  # fmt: skip
+
+    def look_up(self, rows: Rows, ids: Tensor, held: int, y: Tensor) -> None:
+        """The same for an embedding, whose input is ids that count from this rank's first."""
+        if self.backend.live & DELTA:
+            plan, pool = rows.planned(ids.shape[0]), self.backend.pool
+            v = torch.empty((1, ids.shape[0], _stride(plan)), dtype=torch.float32, device=ids.device)
+            ops.lookup(ids, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, 0, held, y.dtype, v)
+            ops.expand(v, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.columns, y)
+
+    def _partials(self, rows: Rows, x: Tensor, slices: int) -> Tensor:
+        """Scratch for sums over inputs. Few rows leave the GPU to many inputs: decoding sums its chunks apart."""
+        plan = rows.planned(x.shape[0])
+        chunks = -(-x.shape[1] // K_CHUNK) if rows.tile_rows == DECODE_TILE else 1
+        return torch.empty((chunks, x.shape[0], slices * _stride(plan)), dtype=torch.float32, device=x.device)
+
+
+def _stride(plan) -> int:
+    return max(plan.rank_max, 8)
+
+
+class ScuteLinear(LinearMethodBase):
+    """The linear method of a column-, row-parallel, merged or replicated layer."""
+
+    def __init__(self, site: Site, backend: ScuteBackend):
+        self.base, self.backend, self.adapters = site.layer.quant_method, backend, Adapters(site, backend)
+
+    def __getattr__(self, name: str):  # whatever else SGLang asks of a linear method
+        return getattr(self.base, name)
+
+    def create_weights(self, *args, **kwargs):
+        return self.base.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.base.process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.backend.live:
+            return self.base.apply(layer, x, bias)
+        y = self._project(layer, x, bias)
+        self.adapters.add(self.backend.body, x, y)
+        return y
+
+    def apply_into(self, layer: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+        """SGLang's ``output_tensor=``: the same into a tensor of the caller's."""
+        if not self.backend.live:
+            return self.base.apply_into(layer, x, out, bias)
+        return out.copy_(self.apply(layer, x, bias))
+
+    def _project(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.backend.live & ROTATED:
+            return self.base.apply(layer, x, bias)
+        rotated = self.adapters.rotate(self.backend.body, x)
+        if len(rotated) == 1:
+            return self.base.apply(layer, rotated[0], bias)
+        bounds = self.adapters.columns
+        y = x.new_empty((x.shape[0], bounds[-1]))
+        for part, begin, end in zip(rotated, bounds, bounds[1:]):
+            y[:, begin:end] = torch.nn.functional.linear(
+                part, layer.weight[begin:end], None if bias is None else bias[begin:end]
+            )
+        return y
+
+
+class ScuteEmbedding(UnquantizedEmbeddingMethod):
+    """The embedding method of a vocabulary-parallel embedding; SGLang reduces over ranks after it."""
+
+    def __init__(self, site: Site, backend: ScuteBackend):
+        layer, target = site.layer, site.targets[0]
+        self.base, self.backend, self.adapters = layer.quant_method, backend, Adapters(site, backend)
+        self.held = target.inputs[1] - target.inputs[0]
+        # SGLang's fused lookup does not come here; it is the base's own kernel, so it serves the base alone.
+        if hasattr(layer, "_use_triton_embedding"):
+            fused = layer._use_triton_embedding
+            layer._use_triton_embedding = lambda ids: not backend.live and fused(ids)
+
+    def embedding(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
+        y = self.base.embedding(layer, ids)
+        if self.backend.live:
+            self.adapters.look_up(self.backend.body, ids.contiguous(), self.held, y)
+        return y
+
+
+class ScuteHead(BaseLayerWithLoRA):
+    """The output head: a layer of its own, because SGLang's LogitsProcessor multiplies by a plain head's weight itself."""
+
+    def __init__(self, site: Site, backend: ScuteBackend):
+        super().__init__(site.layer, backend)
+        self.backend, self.adapters = backend, Adapters(site, backend)
+        self.set_lora = True  # with apply_lora, what makes LogitsProcessor call forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = self.backend.head_rows(hidden.shape[0]) if self.backend.live else None
+        x = hidden.to(self.weight.dtype)
+        inputs = self.adapters.rotate(rows, x)[0] if self.backend.live & ROTATED else x
+        logits = torch.matmul(inputs, self.weight.T)
+        return logits if rows is None else self.apply_lora(logits, x, rows)
+
+    def apply_lora(self, logits: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+        self.adapters.add(rows, hidden, logits)
+        return logits
+
+    def set_lm_head_pass(self, index: int) -> None:
+        self.backend._lm_head_pass_idx = index
+
+    def reset_lm_head_pass(self) -> None:
+        self.backend._lm_head_pass_idx = None

@@ -1,0 +1,197 @@
+"""The adapters of one scheduler process: loads and unloads them, and prepares every forward pass.
+
+A subclass of SGLang's LoRAManager for the calls that the scheduler makes; stock pool, layers and adapter classes
+are not used. Nothing that an adapter's files or a request hold makes a method here raise.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_lens
+
+from scute_sgl import image, targets
+from scute_sgl.backend import built_by_manager
+from scute_sgl.checkpoint import read_adapter
+from scute_sgl.errors import AdapterError
+from scute_sgl.fold import agree, fold_adapter, needs_base_weight
+from scute_sgl.layers import attach
+from scute_sgl.options import Options
+from scute_sgl.pool import Pool
+from scute_sgl.ranks import Ranks
+from scute_sgl.slots import Adapter, Folded
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What is known of a loaded adapter besides its image."""
+
+    name: str
+    method: str
+    live: list[str]  # names of its slots, as in the normal form
+    nbytes: int
+    needs_base: bool  # whether its folded tensors depend on the base's
+
+
+class PoolSurface:
+    """What the rest of SGLang reads of a LoRA memory pool: metrics."""
+
+    def __init__(self, pool: Pool, slots: int):
+        self._pool, self.max_loras_per_batch = pool, slots
+
+    @property
+    def uid_to_buffer_id(self) -> dict[str, int]:
+        return self._pool.uid_to_slot
+
+
+class ScuteManager(LoRAManager):
+    """LoRAManager with the same surface towards the scheduler; ``tenants`` by lora_id."""
+
+    def __init__(self, *args, **kwargs):
+        with built_by_manager():
+            super().__init__(*args, **kwargs)
+
+    def init_state(self, max_lora_rank=None, target_modules=None, lora_paths=None) -> None:
+        """Called at the end of SGLang's constructor, before the KV cache takes the memory that is left."""
+        self.configs, self.loras, self.lora_refs, self.num_pinned_loras = {}, {}, {}, 0
+        self.tenants: dict[str, Tenant] = {}
+        self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0}
+        self.ranks = Ranks()
+        options = Options.read()
+        sites = targets.find_sites(self.base_model)
+        if not sites:
+            raise ValueError("--lora-backend scute found no layer in this model that adapters could change")
+        self.targets = {target.path: target for site in sites for target in site.targets}
+        self.base_shape = targets.base_shape(sites, self.dtype, self.base_hf_config.vocab_size)
+        self.pool = Pool(
+            options.arena_bytes(self.device),
+            self.max_loras_per_batch,
+            len(self.targets),
+            self.device,
+            self.dtype,
+            options.poison,
+        )
+        self.memory_pool = PoolSurface(self.pool, self.max_loras_per_batch)
+        self.lora_backend.start(self.pool)
+        attach(self.base_model, sites, self.lora_backend)
+        logger.info(f"scute: {len(self.targets)} modules, {self.pool.stats()['arena_bytes'] >> 20} MiB for adapters")
+        for ref in lora_paths or []:
+            result = self._load_lora_adapter(ref)
+            if not result.success:
+                raise RuntimeError(result.error_message)
+
+    # Loading and unloading
+
+    def _load_lora_adapter(self, ref: LoRARef):
+        try:
+            self._load(ref)
+        except AdapterError as error:
+            return self.create_lora_update_result(False, str(error.named(ref.lora_name)))
+        except Exception as error:
+            logger.exception(f"loading adapter {ref.lora_name!r} failed")
+            refusal = AdapterError("bad_config", f"{type(error).__name__}: {error}", adapter=ref.lora_name)
+            return self.create_lora_update_result(False, str(refusal))
+        return self.create_lora_update_result(True)
+
+    @torch.no_grad()
+    def _load(self, ref: LoRARef) -> None:
+        """Read, fold and pack an adapter, and make it known. If any rank refuses it, all do."""
+        adapter = agree(lambda: self._read(ref), self.ranks.all_ok)
+        folded = fold_adapter(adapter, self.targets, self.ranks.sum, self.ranks.all_ok, adds_bias=self.ranks.rank == 0)
+        pin = self.device.type == "cuda"
+        packed = agree(lambda: image.pack(folded, self.dtype, pin), self.ranks.all_ok)
+        block_bytes = self.ranks.max(packed.nbytes)  # equal on all ranks, and so is every later decision
+        agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), self.ranks.all_ok)
+        live = _live_slots([f for _, f in folded.values()])
+        needs_base = self._needs_base(adapter)
+        self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base)
+        self.lora_refs[ref.lora_id] = ref
+
+    def _read(self, ref: LoRARef) -> Adapter:
+        if any(other.lora_name == ref.lora_name for other in self.lora_refs.values()):
+            raise AdapterError("in_use", "an adapter of this name is loaded; unload it first")
+        return read_adapter(ref.lora_path, self.base_shape)
+
+    def _needs_base(self, adapter: Adapter) -> bool:
+        """Whether another base weight or bias would give other folded tensors."""
+        return any(
+            needs_base_weight(slots) or self.targets[path].bias() is not None for path, slots in adapter.modules.items()
+        )
+
+    def _unload_lora_adapter(self, ref: LoRARef):
+        try:
+            if ref.lora_id not in self.tenants:
+                raise AdapterError("not_found", "not loaded")
+            self.pool.forget(ref.lora_id)
+        except AdapterError as error:
+            return self.create_lora_update_result(False, str(error.named(ref.lora_name)))
+        del self.tenants[ref.lora_id], self.lora_refs[ref.lora_id]
+        return self.create_lora_update_result(True)
+
+    def load_lora_adapter_from_tensors(self, lora_ref: LoRARef, *args, **kwargs):
+        refusal = AdapterError("unsafe_file", "save the adapter and load its folder", adapter=lora_ref.lora_name)
+        return self.create_lora_update_result(False, str(refusal))
+
+    def tied_to_base(self) -> list[str]:
+        """Names of loaded adapters that would be wrong after a change of base weights."""
+        return sorted(tenant.name for tenant in self.tenants.values() if tenant.needs_base)
+
+    # Forward passes
+
+    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
+        """Whether these can be in one batch: slots and bytes. Ids of dead requests take no room."""
+        return self.pool.can_hold(self._known(lora_ids))
+
+    def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()) -> None:
+        self.pool.ensure(self._known(set(new_loras) | set(running_loras)))
+
+    def prepare_lora_batch(self, forward_batch, *args, **kwargs) -> None:
+        uids = forward_batch.lora_ids
+        known = self._known(set(uids))
+        slots = [self.pool.slot_of(uid) if uid in known else -1 for uid in uids]
+        lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu")).tolist()
+        heads = get_lm_head_pruned_lens(forward_batch)
+        self.lora_backend.begin(slots, lengths, heads, decode=forward_batch.forward_mode.is_decode())
+        self._count(known)
+
+    def _known(self, uids: set[str | None]) -> set[str]:
+        """An aborted request may outlive its adapter by a pass; its rows compute what nobody reads."""
+        return {uid for uid in uids if uid in self.tenants}
+
+    def _count(self, uids: set[str]) -> None:
+        methods = {self.tenants[uid].method for uid in uids}
+        self.stats["forwards"] += 1
+        self.stats["max_tenants_in_forward"] = max(self.stats["max_tenants_in_forward"], len(uids))
+        self.stats["max_methods_in_forward"] = max(self.stats["max_methods_in_forward"], len(methods))
+
+    def state(self) -> dict:
+        """Counters and tenants, for /server_info."""
+        tenants = {t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes} for t in self.tenants.values()}
+        return {**self.stats, "pool": self.pool.stats(), "tenants": tenants}
+
+    # CUDA graphs
+
+    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
+        raise RuntimeError("--lora-backend scute runs without CUDA graphs in this version: add --disable-cuda-graph")
+
+    init_decode_cuda_graph_batch_info = init_cuda_graph_batch_info
+
+
+def _live_slots(folded: list[Folded]) -> list[str]:
+    """Names of the slots that are not the identity, as the kernels see them."""
+    found = {
+        "R": any(f.rotation is not None for f in folded),
+        "s": any(f.scale is not None for f in folded),
+        "b": any(f.bias is not None for f in folded),
+        "A": any(f.A is not None or f.shared is not None for f in folded),
+        "B": any(f.B is not None or f.shared is not None for f in folded),
+        "d": any(f.shared is not None for f in folded),
+        "e": any(f.shared is not None for f in folded),
+    }
+    return [name for name, is_live in found.items() if is_live]

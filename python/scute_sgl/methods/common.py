@@ -1,0 +1,122 @@
+"""What all readers share: config fields, the walk over a file's modules, and the base's own parameters in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from scute_sgl import names
+from scute_sgl.errors import AdapterError
+from scute_sgl.slots import Adapter, Slots
+
+MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
+
+# Fields of any PEFT config that cannot change what a served adapter computes.
+NEUTRAL = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out "
+    "init_weights runtime_config".split()
+)
+# fan_in_fan_out is neutral because it describes GPT-2's Conv1D; PEFT resets it on every nn.Linear.
+
+TARGETING = {"target_modules": None, "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
+
+DENSE = "an adapter with whole modules of its own is not served; train without it"
+OFF = {"modules_to_save": DENSE}
+
+
+def settings(config: dict, fields: dict, neutral: frozenset = frozenset(), off: dict = OFF) -> dict:
+    """The method's fields with PEFT's defaults filled in; refuses what it does not understand.
+
+    ``off`` lists fields that must not be used, with advice. Any other field, which a newer PEFT may have added,
+    is accepted only if it is switched off (null, false or empty).
+    """
+    for name, value in config.items():
+        if name in fields or name in NEUTRAL or name in neutral or _is_off(value):
+            continue
+        advice = off.get(name, "this field is unknown here and may change the result")
+        raise AdapterError("bad_config", f"found {_short(value)}, want null or the default; {advice}", key=name)
+    result = {}
+    for name, default in fields.items():
+        value = config.get(name)
+        result[name] = default if value is None else value
+        if value is not None and default is not None:
+            _check_kind(name, value, default)
+    bias = result.get("bias", "none")
+    if bias not in ("none", "all") and not bias.endswith("_only"):
+        raise AdapterError("bad_config", f"found {_short(bias)}, want none, all or <method>_only", key="bias")
+    return result
+
+
+def rank(value: object, name: str = "r") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
+        raise AdapterError("bad_config", f"found {_short(value)}, want a whole number from 1 to {MAX_RANK}", key=name)
+    return value
+
+
+def number(value: object, name: str) -> float:
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # JSON's integers have no limit
+        pass
+    raise AdapterError("bad_config", f"found {_short(value)}, want a finite number", key=name)
+
+
+def build(
+    method: str, config: dict, modules: list[names.Module], read_one: Callable[[names.Module], Slots]
+) -> Adapter:
+    """Calls ``read_one`` for every adapted module and adds the base parameters that the file holds."""
+    adapted = [module.file_path for module in modules if module.adapted]
+    if not adapted:
+        raise AdapterError("missing_tensor", f"the file holds no tensor of {method} for any module")
+    wanted = names.targets(config, adapted)
+    slots = {}
+    for module in modules:
+        if module.adapted and module.file_path not in wanted and not _is_tied(config, module):
+            # PEFT would build no adapter there and drop these tensors.
+            name = next(iter(module.tensors))
+            raise module.error("unknown_key", name, "the config's target_modules (or layers, exclusions) leave it out")
+        entry = read_one(module) if module.adapted else Slots()
+        entry = dataclasses.replace(entry, **_base_parameters(module))
+        if module.tensors:
+            name = next(iter(module.tensors))
+            raise module.error("unknown_key", name, f"this {method} config has no use for it")
+        slots[module.path] = entry
+    return Adapter(method, slots)
+
+
+def _base_parameters(module: names.Module) -> dict[str, Tensor]:
+    """PEFT's load copies these over the base: a bias takes the base's place; a weight must be the base's own."""
+    where = "base_layer." if module.adapted else ""
+    inputs, outputs = module.in_features, module.out_features
+    found = {}
+    if (bias := module.take(where + "bias", outputs)) is not None:
+        found["base_bias"] = bias
+    stored = (inputs, outputs) if module.is_embedding else (outputs, inputs)
+    if (weight := module.take(where + "weight", *stored)) is not None:
+        found["base_weight"] = weight
+    return found
+
+
+def _is_tied(config: dict, module: names.Module) -> bool:
+    """PEFT adapts the other one of a tied embedding and head too, and saves both."""
+    return config.get("ensure_weight_tying") is True and (module.is_embedding or names.is_head(module.path))
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
+
+
+def _check_kind(name: str, value: object, default: object) -> None:
+    if isinstance(default, float):
+        number(value, name)
+    elif type(value) is not type(default):
+        raise AdapterError("bad_config", f"found {_short(value)}, want {type(default).__name__}", key=name)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

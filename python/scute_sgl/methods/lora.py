@@ -1,0 +1,109 @@
+"""LoRA and DoRA.
+
+    F(x) = (x W) * s + b + (x A^T) B^T,   B = c * lora_B,   c = alpha / r, or alpha / sqrt(r) with use_rslora
+
+b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_dora; with it s = m / ||W + B A||
+per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
+with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary.
+
+Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2. pissa, olora, corda and loftq change W
+before training; PEFT converts such adapters to plain LoRA on request, and only that form is served.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from scute_sgl.errors import AdapterError
+from scute_sgl.methods import common
+from scute_sgl.names import Module, Patterns, group
+from scute_sgl.slots import Adapter, BaseShape, Slots, Term
+
+FIELDS = common.TARGETING | {
+    "r": 8,
+    "lora_alpha": 8.0,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "lora_bias": False,
+    "bias": "none",
+    "init_lora_weights": None,
+    "ensure_weight_tying": False,
+}
+NEUTRAL = frozenset(
+    "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
+    "qalora_group_size".split()
+)
+OFF = common.OFF | {
+    "trainable_token_indices": "own rows of an embedding are not served; train the embedding as a LoRA target",
+    "target_parameters": "LoRA on bare parameters (experts) is not served",
+    "layer_replication": "a base of another depth is not served; save the grown model as a base of its own",
+    "alora_invocation_tokens": "activated LoRA is not served",
+    "use_qalora": "QALoRA is not served; merge it into its quantised base",
+    "use_bdlora": "block-diagonal LoRA is not served; expand it to plain lora_A and lora_B",
+    "arrow_config": "Arrow routes every token among adapters and is not served",
+    "kasa_config": "KaSA cuts singular values from the base weight and is not served",
+    "velora_config": "VeLoRA is not served; drop its training leftovers to get a plain LoRA",
+    "monteclora_config": "MonteCLoRA is not served; drop its sampler to get a plain LoRA",
+}
+PARAMETERS = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_B.bias",
+    "lora_magnitude_vector",
+    "lora_magnitude_vector.weight",  # the same tensor as PEFT wrote it for a while
+    "lora_embedding_A",
+    "lora_embedding_B",
+)
+SAME_BASE = {"gaussian", "eva", "mica", "orthogonal", "lora_ga"}  # initial values that leave W as it is
+
+
+def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
+    c = common.settings(config, FIELDS, NEUTRAL, OFF)
+    common.rank(c["r"])
+    _check_init(c["init_lora_weights"])
+    if c["use_dora"] and c["lora_bias"]:
+        raise AdapterError("bad_config", "found true beside use_dora; PEFT defines no such layer", key="lora_bias")
+    ranks = Patterns(c["rank_pattern"], "rank_pattern")
+    alphas = Patterns(c["alpha_pattern"], "alpha_pattern")
+
+    def read_one(module: Module) -> Slots:
+        r = common.rank(ranks.get(module.file_path, c["r"]), "rank_pattern")
+        alpha = common.number(alphas.get(module.file_path, c["lora_alpha"]), "alpha_pattern")
+        scale = alpha / (math.sqrt(r) if c["use_rslora"] else r)
+        inputs, outputs = module.in_features, module.out_features
+        a, b = ("lora_embedding_A", "lora_embedding_B") if module.is_embedding else ("lora_A.weight", "lora_B.weight")
+        A, B = module.need(a, r, inputs), module.need(b, outputs, r)
+        bias = magnitude = None
+        if c["lora_bias"]:
+            bias = scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
+        if c["use_dora"]:
+            magnitude = module.take("lora_magnitude_vector", B.shape[0])
+            if magnitude is None:
+                magnitude = module.need("lora_magnitude_vector.weight", B.shape[0])
+        return Slots(terms=(Term(A, scaled(B, scale, module, b)),), bias=bias, magnitude=magnitude)
+
+    modules, _ = group(tensors, base, PARAMETERS)
+    return common.build("DORA" if c["use_dora"] else "LORA", config, modules, read_one)
+
+
+def scaled(tensor: Tensor, scale: float, module: Module, name: str) -> Tensor:
+    """scale * tensor in at least float32: a 16-bit file must not be rounded a second time."""
+    if scale == 1:
+        return tensor
+    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * scale
+    if not result.isfinite().all():
+        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
+    return result
+
+
+def _check_init(init: object) -> None:
+    if init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in SAME_BASE):
+        return
+    advice = "it changes the base weight; convert with save_pretrained(path_initial_model_for_weight_conversion=...)"
+    raise AdapterError("bad_config", f"found {init!r}, want true, false or one of {sorted(SAME_BASE)}; {advice}",
+                       key="init_lora_weights")  # fmt: skip

@@ -1,0 +1,98 @@
+"""VeRA: one pair of frozen random matrices for all modules, two vectors per module.
+
+    F(x) = x W + b + ((x A[:, :in]^T) * d) B[:out]^T * e,   d = vera_lambda_d, e = vera_lambda_b
+
+A (r, largest in) and B (largest out, r) over all targeted modules. Without save_projection they are drawn again
+from projection_prng_key, bit for bit: A, then B, from one CPU generator, uniform in float32 within
++-sqrt(3) * sqrt(2) / sqrt(columns), then rounded to the base's dtype, as PEFT keeps them in a buffer of the model.
+
+Checked against peft/tuners/vera/{layer,model}.py of PEFT 0.21.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from scute_sgl import names
+from scute_sgl.errors import AdapterError
+from scute_sgl.methods import common
+from scute_sgl.names import Module
+from scute_sgl.slots import Adapter, BaseShape, SharedTerm, Slots
+
+FIELDS = {name: None for name in ("target_modules", "layers_to_transform", "layers_pattern")} | {
+    "r": 256,
+    "projection_prng_key": 0,
+    "save_projection": True,
+    "bias": "none",
+}
+NEUTRAL = frozenset({"vera_dropout", "d_initial"})
+PARAMETERS = ("vera_lambda_b", "vera_lambda_d")
+SHARED = ("vera_A", "vera_B")
+MAX_DRAW = 1 << 28  # elements of a redrawn matrix: r comes from the file, and a vector of r numbers is cheap to send
+
+
+def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
+    c = common.settings(config, FIELDS, NEUTRAL)
+    r = common.rank(c["r"])
+    modules, saved = names.group(tensors, base, PARAMETERS, SHARED)
+    if c["save_projection"]:
+        A, B = _saved(saved, r)
+    else:
+        if saved:
+            # PEFT draws again and ignores these: the file and its config disagree on which matrices were trained with.
+            raise AdapterError("bad_config", f"found false, but the file holds {sorted(saved)}", key="save_projection")
+        if any(module.path != module.file_path for module in modules):
+            hint = "found false, but the adapter was trained on a wrapped base whose largest layers are unknown"
+            raise AdapterError("bad_config", hint, key="save_projection")
+        A, B = draw(c, r, base)
+
+    def read_one(module: Module) -> Slots:
+        if module.is_embedding:
+            raise module.error("unsupported_method", "vera_lambda_b", "VeRA has no embedding layer")
+        e, d = module.need("vera_lambda_b", module.out_features), module.need("vera_lambda_d", r)
+        if A.device.type != "meta" and (A.shape[1] < (module.in_features or 0) or B.shape[0] < len(e)):
+            found = f"found vera_A of {A.shape[1]} inputs and vera_B of {B.shape[0]} outputs"
+            raise module.error("bad_shape", "", f"{found}, want at least {module.in_features} and {len(e)}")
+        return Slots(shared=SharedTerm(A, B, d=d, e=e))
+
+    return common.build("VERA", config, modules, read_one)
+
+
+def _saved(saved: dict[str, Tensor], r: int) -> tuple[Tensor, Tensor]:
+    for name, dim in (("vera_A", 0), ("vera_B", 1)):
+        if name not in saved:
+            hint = "not in the file, but save_projection is true"
+            raise AdapterError("missing_tensor", hint, key=f"base_model.{name}")
+        found = saved[name]
+        if found.dim() != 2 or found.shape[dim] != r or not found.is_floating_point():
+            want = f"({r}, inputs)" if dim == 0 else f"(outputs, {r})"
+            raise AdapterError("bad_shape", f"found {tuple(found.shape)}, want {want}", key=f"base_model.{name}")
+    return saved["vera_A"], saved["vera_B"]
+
+
+def draw(config: dict, r: int, base: BaseShape | None) -> tuple[Tensor, Tensor]:
+    """The pair that PEFT draws for these targets; without a base, placeholders on the meta device."""
+    if base is None:
+        return torch.empty(r, 0, device="meta"), torch.empty(0, r, device="meta")
+    key = config["projection_prng_key"]
+    if not 0 <= key < 1 << 63:
+        raise AdapterError("bad_config", f"found {key}, want 0 <= key < 2**63", key="projection_prng_key")
+    if config["target_modules"] is None:
+        raise AdapterError("bad_config", "found null, want the targets that decide the draw", key="target_modules")
+    # PEFT asks only linear layers; an embedding that the list names is passed over.
+    shapes = [base[path] for path in names.targets(config, base) if not names.is_embedding(path)]
+    if not shapes:
+        raise AdapterError("bad_config", "no module of the base is targeted", key="target_modules")
+    inputs, outputs = (max(sizes) for sizes in zip(*shapes))
+    if max(inputs, outputs) * r > MAX_DRAW:
+        raise AdapterError("too_large", f"{r} x {max(inputs, outputs)} projections; want at most {MAX_DRAW}", key="r")
+    generator = torch.Generator("cpu").manual_seed(key)
+    return tuple(_uniform(shape, generator).to(base.dtype) for shape in ((r, inputs), (outputs, r)))
+
+
+def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
+    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)

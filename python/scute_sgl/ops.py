@@ -1,0 +1,124 @@
+"""The native ops, typed. ``reference.py`` defines what they compute, ``layout.py`` what they read.
+
+Common to all: every tensor is on one device; ``arena``, ``table``, ``slots``, ``sets`` and ``plan`` are as in
+layout.py; results go into tensors that the caller passes; work is queued on the current stream. A wrong dtype,
+device, shape or stride, a range outside the table and partial sums too narrow raise RuntimeError naming the
+tensor. n is the number of rows, and the plan is one of exactly n rows. ``tile_rows`` is what the plan was made
+with. The serving dtype (float32, float16 or bfloat16) is that of x or y, and of everything in the arena.
+
+``v`` holds partial sums: float32 (chunks, >= n, slices * stride), contiguous, chunks either 1 or one for every
+K_CHUNK inputs. Slice i owns columns [i * stride, i * stride + rank8), so stride is at least every rank met.
+x and y may have any row stride; their last dimension is contiguous, and x has a multiple of 8 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scute_sgl import _C
+
+build_info = _C.build_info
+_ops = torch.ops.scute
+
+
+def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> None:
+    """Lists the rows that have work, by tenant and by shared set, in tiles of at most ``tile_rows``.
+
+    row_slot int32 (n,): each row's slot, negative for nobody. slots int32 (slots, SLOT_FIELDS).
+    plan int32 (plan_size(n),): written. On the CPU a slot past the table raises; on CUDA it is nobody's row.
+    """
+    _ops.plan(row_slot, slots, tile_rows, plan)
+
+
+def shrink(
+    x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, tile_rows: int, module: int, slices: int, v: Tensor
+) -> None:
+    """v = x A^T for rows whose tenant has an A, for the ``slices`` modules from ``module`` on.
+
+    x (n, in). Rows and slices without an A are left as they were in v.
+    """
+    _ops.shrink(x, arena, table, plan, tile_rows, module, slices, v)
+
+
+def lookup(
+    ids: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    first_id: int,
+    held_ids: int,
+    dtype: torch.dtype,
+    v: Tensor,
+) -> None:
+    """The shrink of an embedding: v[0, row] = A[ids[row] - first_id], zeros for ids outside the held ones.
+
+    ids int64 (n,). A holds the ``held_ids`` tokens from ``first_id`` on, in ``dtype``. v has 1 chunk, 1 slice.
+    """
+    _ops.lookup(ids, arena, table, plan, tile_rows, module, first_id, held_ids, dtype, v)
+
+
+def expand(
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    y: Tensor,
+) -> None:
+    """y += y * scale + bias + v B^T, in float32 and rounded once, where the tenant has any of the three.
+
+    y (n, out). ``columns`` are the ascending bounds of the slices in y, one more than slices.
+    """
+    _ops.expand(v, arena, table, plan, tile_rows, module, columns, y)
+
+
+def vera(
+    x: Tensor,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    sets: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    in_begin: int,
+    out_begin: Sequence[int],
+    v: Tensor,
+    y: Tensor,
+) -> None:
+    """y += (((x A^T) * d) B^T) * e for rows and slices whose tenant has d and e; A and B are its shared set's.
+
+    x (n, in); row_slot int32 (n,), the one the plan was made from; y (n, out). x meets A[:, in_begin:in_begin + in],
+    a multiple of 8; slice i, y[:, columns[i]:columns[i + 1]], meets B from row out_begin[i] on.
+    x A^T is computed once for all slices, into v, which has one slice.
+    """
+    _ops.vera(x, row_slot, arena, table, sets, plan, tile_rows, module, columns, in_begin, out_begin, v, y)
+
+
+def rotate(
+    x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, slices: int, out: Tensor
+) -> None:
+    """out[i] = x + x (R - I) for rows whose tenant rotates the input of slice i, and a copy of x for all others.
+
+    x (n, in); row_slot int32 (n,); out (slices, n, in), contiguous, of x's dtype: every row is written.
+    """
+    _ops.rotate(x, row_slot, arena, table, module, slices, out)
+
+
+def _fake(*args) -> None:
+    """Nothing to allocate and nothing to infer, but one device is needed here as well."""
+    devices = {str(arg.device) for arg in args if isinstance(arg, Tensor)}
+    if len(devices) != 1:
+        raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
+
+
+for _name in ("plan", "shrink", "lookup", "expand", "vera", "rotate"):
+    torch.library.register_fake(f"scute::{_name}", _fake)

@@ -1,0 +1,202 @@
+"""The ops in plain torch and float64: the definition of what ``csrc/`` computes.
+
+Each function takes the arguments of the op of its name. Instead of writing to the last one or two, it returns
+what they become, in float64 and unrounded; ``plan`` is integer and returns the plan itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from scute_sgl import layout
+
+
+def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
+    plan, live = plan.clone(), slots.tolist()
+    owned = [(slot, row) for row, slot in enumerate(row_slot.tolist()) if slot >= 0]
+    private = [(slot, row) for slot, row in owned if live[slot][layout.LIVE] & layout.DELTA]
+    shared = [(live[slot][layout.SHARED_SET], row) for slot, row in owned if live[slot][layout.LIVE] & layout.SHARED]
+    bits = 0
+    for slot, _ in owned:
+        bits |= live[slot][layout.LIVE]
+
+    begin = layout.PLAN_HEADER
+    for i, keyed_rows in enumerate((private, shared)):
+        keyed_rows.sort()
+        tiles: list[list[int]] = []
+        for position, (key, _) in enumerate(keyed_rows):
+            if not tiles or tiles[-1][0] != key or tiles[-1][2] == tile_rows:
+                tiles.append([key, position, 0, 0])
+            tiles[-1][2] += 1
+        plan[i] = len(tiles)
+        _put(plan, begin, [row for _, row in keyed_rows])
+        _put(plan, begin + len(row_slot), sum(tiles, []))
+        begin += 5 * len(row_slot)
+    plan[2] = bits
+    return plan
+
+
+def shrink(
+    x: Tensor, arena: Tensor, table: Tensor, plan: Tensor, tile_rows: int, module: int, slices: int, v: Tensor
+) -> Tensor:
+    v, stride = v.double(), v.shape[2] // slices
+    for slot, rows in tenants(plan):
+        for i in range(slices):
+            entry = Entry(arena, table, x.dtype, slot, module + i)
+            if entry.has(layout.A):
+                _put_partials(v[:, :, i * stride :], rows, x[rows].double(), entry.a(x.shape[1]))
+    return v
+
+
+def lookup(
+    ids: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    first_id: int,
+    held_ids: int,
+    dtype: torch.dtype,
+    v: Tensor,
+) -> Tensor:
+    v = v.double()
+    for slot, rows in tenants(plan):
+        entry = Entry(arena, table, dtype, slot, module)
+        if entry.has(layout.A):
+            A = entry.read(layout.A, held_ids, entry.rank8)
+            for row in rows.tolist():
+                held = 0 <= ids[row] - first_id < held_ids
+                v[0, row, : entry.rank8] = A[ids[row] - first_id] if held else 0
+    return v
+
+
+def expand(
+    v: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    y: Tensor,
+) -> Tensor:
+    dtype, y = y.dtype, y.double()
+    stride = v.shape[2] // (len(columns) - 1)
+    for slot, rows in tenants(plan):
+        for i, (begin, end) in enumerate(zip(columns, columns[1:])):
+            entry = Entry(arena, table, dtype, slot, module + i)
+            part = y[rows, begin:end]
+            total = part
+            if entry.has(layout.SCALE):
+                total = total + part * entry.read(layout.SCALE, end - begin)
+            if entry.has(layout.BIAS):
+                total = total + entry.read(layout.BIAS, end - begin)
+            if entry.has(layout.B):
+                u = v[:, rows, i * stride : i * stride + entry.rank8].double().sum(0)
+                total = total + u @ entry.b(end - begin).T
+            y[rows, begin:end] = total
+    return y
+
+
+def vera(
+    x: Tensor,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    sets: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    in_begin: int,
+    out_begin: Sequence[int],
+    v: Tensor,
+    y: Tensor,
+) -> tuple[Tensor, Tensor]:
+    v, y = v.double(), y.double()
+    for set_index, rows in tenants(plan, shared=True):
+        A, B = shared_set(arena, sets, x.dtype, set_index)
+        A = A[:, in_begin : in_begin + x.shape[1]]
+        for row in rows.tolist():
+            slot = int(row_slot[row])
+            parts = [Entry(arena, table, x.dtype, slot, module + i) for i in range(len(out_begin))]
+            if not any(entry.has(layout.D) for entry in parts):
+                continue
+            xA = A @ x[row].double()
+            _put_partials(v, torch.tensor([row]), x[[row]].double(), A)
+            for entry, begin, end, first in zip(parts, columns, columns[1:], out_begin):
+                if entry.has(layout.D):
+                    d, e = entry.read(layout.D, len(xA)), entry.read(layout.E, end - begin)
+                    y[row, begin:end] += e * (B[first : first + end - begin] @ (d * xA))
+    return v, y
+
+
+def rotate(
+    x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, slices: int, out: Tensor
+) -> Tensor:
+    out = x.double().repeat(slices, 1, 1)
+    for row, slot in enumerate(row_slot.tolist()):
+        for i in range(slices):
+            if slot >= 0 and (entry := Entry(arena, table, x.dtype, slot, module + i)).has(layout.ROTATION):
+                size = entry.rotation_block
+                blocks = entry.read(layout.ROTATION, 1 if entry.one_block else x.shape[1] // size, size, size)
+                out[i, row] += (x[row].double().view(-1, 1, size) @ blocks).flatten()
+    return out
+
+
+class Entry:
+    """What one slot does to one module: its tensors, unpacked from the arena, in float64."""
+
+    def __init__(self, arena: Tensor, table: Tensor, dtype: torch.dtype, slot: int, module: int):
+        self.arena, self.dtype, self.fields = arena, dtype, table[slot, module].tolist()
+        meta = self.fields[layout.META]
+        self.rank8, self.rotation_block, self.one_block = meta & 0xFFFF, meta >> 16 & 0xFFFF, bool(meta >> 32 & 1)
+
+    def has(self, field: int) -> bool:
+        return self.fields[field] >= 0
+
+    def read(self, field: int, *shape: int) -> Tensor:
+        return read(self.arena, self.dtype, self.fields[field], *shape)
+
+    def a(self, inputs: int) -> Tensor:
+        return layout.unpack_a(self.read(layout.A, self.rank8 // 8, inputs // 8, 8, 8))
+
+    def b(self, outputs: int) -> Tensor:
+        return layout.unpack_b(self.read(layout.B, self.rank8 // 8, outputs, 8))
+
+
+def read(arena: Tensor, dtype: torch.dtype, offset: int, *shape: int) -> Tensor:
+    """The tensor at a byte offset of the arena, in float64."""
+    return arena[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape).double()
+
+
+def shared_set(arena: Tensor, sets: Tensor, dtype: torch.dtype, index: int) -> tuple[Tensor, Tensor]:
+    """A (rank8, in) and B (out, rank8) of a shared set, in float64."""
+    a, b, rank8, inputs, outputs = sets[index].tolist()
+    A = read(arena, dtype, a, rank8 // 8, inputs // 8, 8, 8)
+    B = read(arena, dtype, b, rank8 // 8, outputs, 8)
+    return layout.unpack_a(A), layout.unpack_b(B)
+
+
+def tenants(plan: Tensor, shared: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """(slot, rows) of every private tile, or (shared set, rows) of every shared one."""
+    n = (len(plan) - layout.PLAN_HEADER) // 10
+    perm, tiles = plan[layout.PLAN_HEADER + shared * 5 * n :][: 5 * n].split([n, 4 * n])
+    for key, begin, rows, _ in tiles.view(n, 4)[: plan[int(shared)]].tolist():
+        yield key, perm[begin : begin + rows].long()
+
+
+def _put(plan: Tensor, begin: int, values: list[int]) -> None:
+    plan[begin : begin + len(values)] = torch.tensor(values, dtype=plan.dtype)
+
+
+def _put_partials(v: Tensor, rows: Tensor, x: Tensor, A: Tensor) -> None:
+    """v[c, rows, :rank] = the c-th chunk's part of x A^T, or all of it when v has one chunk."""
+    chunk = layout.K_CHUNK if len(v) > 1 else x.shape[1]
+    for c, (x_part, A_part) in enumerate(zip(x.split(chunk, 1), A.split(chunk, 1))):
+        v[c, rows, : len(A)] = x_part @ A_part.T

@@ -1,0 +1,87 @@
+"""Slots of a whole module -> the part that this tensor-parallel rank holds.
+
+Only ``Target.inputs`` and ``Target.outputs`` decide, so column, row, merged, replicated and KV-replicated
+layers, heads and embeddings need no cases of their own: what runs over outputs (B, e, scale, magnitude, biases,
+gain) is cut by outputs, what runs over inputs (A, input_scale, rotation blocks) by inputs. The parts are views.
+
+Every shape is checked against the whole module here, so that a wrong tensor is refused and never cut askew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from scute_sgl.errors import AdapterError
+from scute_sgl.slots import SharedTerm, Slots, Target, Term
+
+
+def shard(slots: Slots, t: Target) -> Slots:
+    """This rank's part of one module's slots. AdapterError ``bad_shape`` for tensors that do not fit ``t``.
+
+    A and B of a shared term stay whole, because ranks and layers read different corners of one copy.
+    ``base_weight`` lies as the base stores it: (out, in), for an embedding (vocabulary, out).
+    """
+    if t.kind == "embedding" and (slots.shared or slots.input_scale is not None or slots.rotation is not None):
+        raise AdapterError("unsupported_method", "an embedding takes A, B, scale and bias only", module=t.path)
+    if slots.input_scale is not None and slots.rotation is not None:
+        raise AdapterError("bad_config", "found both an input scale and a rotation, want one", module=t.path)
+    weight_axes = ("in", "out") if t.kind == "embedding" else ("out", "in")
+    by_outputs = ("scale", "magnitude", "bias", "base_bias", "gain")
+    return replace(
+        slots,
+        terms=tuple(_term(term, t) for term in slots.terms),
+        shared=slots.shared and _shared(slots.shared, t),
+        rotation=None if slots.rotation is None else _rotation(slots.rotation, t),
+        input_scale=_cut(slots.input_scale, t, "input_scale", "in"),
+        base_weight=_cut(slots.base_weight, t, "base_weight", *weight_axes),
+        **{name: _cut(getattr(slots, name), t, name, "out") for name in by_outputs},
+    )
+
+
+def _cut(tensor: Tensor | None, t: Target, key: str, *axes: str | int) -> Tensor | None:
+    """Narrow each axis named "in" or "out" to this rank; a number is the size the axis must have."""
+    if tensor is None:
+        return None
+    full = {"in": t.in_features, "out": t.out_features}
+    want = tuple(full.get(axis, axis) for axis in axes)
+    if tuple(tensor.shape) != want:
+        raise _bad_shape(t, key, tuple(tensor.shape), want)
+    for dim, axis in enumerate(axes):
+        if axis in full:
+            begin, end = t.inputs if axis == "in" else t.outputs
+            tensor = tensor.narrow(dim, begin, end - begin)
+    return tensor
+
+
+def _term(term: Term, t: Target) -> Term:
+    rank = term.A.shape[0]
+    return Term(A=_cut(term.A, t, "A", rank, "in"), B=_cut(term.B, t, "B", "out", rank))
+
+
+def _shared(term: SharedTerm, t: Target) -> SharedTerm:
+    rank, in_max = term.A.shape
+    out_max, rank_of_b = term.B.shape
+    if rank_of_b != rank or in_max < t.in_features or out_max < t.out_features:
+        found = f"{tuple(term.A.shape)} and {tuple(term.B.shape)}"
+        want = f"({rank}, >= {t.in_features}) and (>= {t.out_features}, {rank})"
+        raise _bad_shape(t, "shared A and B", found, want)
+    return replace(term, d=_cut(term.d, t, "d", rank), e=_cut(term.e, t, "e", "out"))
+
+
+def _rotation(blocks: Tensor, t: Target) -> Tensor:
+    """(in / b or 1, b, b) -> the blocks of this rank's inputs. A single block serves every rank as it is."""
+    count, size = blocks.shape[0], blocks.shape[-1]
+    whole = t.in_features // size
+    if blocks.shape != (count, size, size) or t.in_features % size or count not in (1, whole):
+        raise _bad_shape(t, "rotation", tuple(blocks.shape), f"({whole} or 1, {size}, {size})")
+    begin, end = t.inputs
+    if begin % size or end % size:
+        hint = f"rotation blocks of {size} inputs straddle the tensor-parallel shards of {end - begin} inputs"
+        raise AdapterError("bad_shape", hint, module=t.path, key="rotation")
+    return blocks if count == 1 else blocks[begin // size : end // size]
+
+
+def _bad_shape(t: Target, key: str, found: object, want: object) -> AdapterError:
+    return AdapterError("bad_shape", f"found shape {found}, want {want}", module=t.path, key=key)

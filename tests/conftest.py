@@ -1,0 +1,42 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory):
+    from servers import Kit
+
+    return Kit(tmp_path_factory.mktemp("kit"))
+
+
+@pytest.fixture(scope="session")
+def server(kit, tmp_path_factory):
+    """One server for all tests that can share it: a tiny Llama, small chunks of prefill, 8 slots."""
+    from servers import Server
+
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--chunked-prefill-size", "64", "--max-loras-per-batch", "8", "--served-model-name", "tiny"]
+    with Server(kit.base(), log, *flags) as running:
+        yield running
+
+
+@pytest.fixture
+def loaded(server, kit):
+    """load(name, ...) -> names: adapters of the kit under their own names, unloaded when the test ends."""
+    names = []
+
+    def load(*adapters: str) -> list[str]:
+        for adapter in adapters:
+            status, reply = server.load(adapter, kit.adapter(adapter))
+            assert status == 200, reply
+            names.append(adapter)
+        return list(adapters)
+
+    yield load
+    for name in names:
+        server.unload(name)

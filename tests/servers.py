@@ -1,0 +1,146 @@
+"""Real SGLang servers on loopback for the tests, and what they answer. Not a test module."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import make_adapters
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+START_SECONDS, REPLY_SECONDS = 300, 120
+VOCABULARY = make_adapters.SIZES["vocab_size"]
+
+
+class Kit:
+    """Tiny bases and PEFT adapters in one folder, each made when it is first asked for."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def base(self, name: str = "llama") -> str:
+        folder = make_adapters.make_base(name, self.root)
+        if not (Path(folder) / "tokenizer.json").exists():
+            write_tokenizer(folder)
+        return folder
+
+    def adapter(self, name: str, base: str = "llama") -> str:
+        folder = self.root / f"{base}-adapters" / name
+        if not (folder / "adapter_config.json").exists():
+            make_adapters.write_adapter(self.base(base), folder, name)
+        return str(folder)
+
+    def logprobs(self, adapter: str | None, ids: list[int], base: str = "llama") -> torch.Tensor:
+        return make_adapters.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids)
+
+    def greedy(self, adapter: str | None, ids: list[int], n: int, base: str = "llama") -> list[int]:
+        return make_adapters.peft_greedy(self.base(base), adapter and self.adapter(adapter, base), ids, n)
+
+
+def write_tokenizer(folder: str) -> None:
+    """Token i is the word "wi"; a chat is its contents in a row."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def prompt(seed: int, length: int = 24) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+class Server:
+    """``sglang.launch_server --lora-backend scute`` on the CPU; a context manager that always ends it."""
+
+    def __init__(self, base: str, log: Path, *flags: str, env: dict[str, str] | None = None):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.base, self.log, self.flags, self.env = base, log, flags, env or {}
+
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.base, "--dtype", "float32"]
+        command += ["--enable-lora", "--lora-backend", "scute", "--scute-poison", "--sleep-on-idle"]
+        return [*command, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+
+    def __enter__(self) -> Server:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.env
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.call("/health")[0] == 200:
+                    return self
+            except OSError:
+                pass
+            time.sleep(0.5)
+        self.__exit__()
+        raise RuntimeError(f"the server did not start; the end of {self.log}:\n{self.log.read_text(errors='replace')[-4000:]}")
+
+    def __exit__(self, *_) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def call(self, path: str, body: dict | None = None, timeout: float = REPLY_SECONDS) -> tuple[int, dict]:
+        """HTTP status and JSON reply; GET without a body, else POST."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                status, text = reply.status, reply.read()
+        except urllib.error.HTTPError as refusal:
+            status, text = refusal.code, refusal.read()
+        return status, json.loads(text) if text else {}
+
+    def ok(self, path: str, body: dict | None = None, timeout: float = REPLY_SECONDS):
+        status, reply = self.call(path, body, timeout)
+        assert status == 200, f"{path}: HTTP {status}: {reply}"
+        return reply
+
+    def load(self, name: str, folder: str, **fields) -> tuple[int, dict]:
+        return self.call("/load_lora_adapter", {"lora_name": name, "lora_path": folder, **fields})
+
+    def unload(self, name: str, timeout: float = 20) -> tuple[int, dict]:
+        return self.call("/unload_lora_adapter", {"lora_name": name}, timeout)
+
+    def generate(self, ids, adapter=None, n: int = 8, **fields):
+        """/generate, greedily; fields of its body, or of the sampling parameters."""
+        sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True, **fields.pop("sampling", {})}
+        return self.ok("/generate", {"input_ids": ids, "lora_path": adapter, "sampling_params": sampling, **fields})
+
+    def logprobs(self, ids, adapter=None, n: int = 8) -> list[tuple[list[int], torch.Tensor]]:
+        """For each prompt: all its tokens but the last generated one, and the log-probabilities after each of them."""
+        many = isinstance(ids[0], list)
+        wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}
+        answers = self.generate(ids, adapter, n, **wanted)
+        results = []
+        for prompt_ids, answer in zip(ids if many else [ids], answers if many else [answers], strict=True):
+            served = answer["meta_info"]["input_top_logprobs"][1:] + answer["meta_info"]["output_top_logprobs"]
+            table = torch.full((len(served), VOCABULARY), float("nan"))
+            for row, position in enumerate(served):
+                for value, token, _ in position:
+                    table[row, token] = value
+            results.append(((prompt_ids + answer["output_ids"])[: len(served)], table))
+        return results if many else results[0]
+
+    def state(self) -> dict:
+        return self.ok("/server_info")["internal_states"][0]["scute"]

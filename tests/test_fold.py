@@ -1,0 +1,242 @@
+"""The folded tensors do what the slots say, to float32 rounding, and one rank's refusal is everybody's."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots, row_norms
+
+from scute_sgl import fold as fold_module
+from scute_sgl.errors import AdapterError
+from scute_sgl.fold import agree, fold, fold_adapter, fold_gates, needs_base_weight
+from scute_sgl.slots import Adapter, Folded, SharedTerm, Slots, Term
+
+MODEL, PLAIN = FakeModel(), FakeModel(bias=False)
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
+Q_PROJ, O_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+
+
+def inputs(t, rows=3):
+    return torch.randn(rows, t.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN], ids=["bias", "no bias"])
+@pytest.mark.parametrize("near", [False, True], ids=["far", "near"])
+def test_every_combination_of_slots_is_its_definition(model, near):
+    t = model.targets()[Q_PROJ]
+    x = inputs(t)
+    for names in every_combination():
+        slots = random_slots(t, *names, near=near)
+        want = apply_slots(slots, t, x)
+        got = apply_folded(fold(slots, t), t, x)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6, msg=lambda text: f"{names}: {text}")
+
+
+def test_an_embedding_folds_like_a_linear_layer_over_its_vocabulary():
+    t = MODEL.targets()[EMBEDDING]
+    one_hot = torch.eye(t.in_features, dtype=torch.float64)
+    for names in (("terms",), ("two_terms", "magnitude"), ("terms", "magnitude", "gain"), ("magnitude",)):
+        slots = random_slots(t, *names)
+        got = apply_folded(fold(slots, t), t, one_hot)
+        torch.testing.assert_close(got, apply_slots(slots, t, one_hot), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("path", [Q_PROJ, EMBEDDING])
+def test_chunks_of_rows_do_not_change_a_norm(path, monkeypatch):
+    t = MODEL.targets()[path]
+    slots = random_slots(t, "two_terms", "magnitude")
+    whole = fold(slots, t).scale
+    for scratch in (1, 64, 64 * 5):
+        monkeypatch.setattr(fold_module, "SCRATCH", scratch)
+        torch.testing.assert_close(fold(slots, t).scale, whole, rtol=0, atol=1e-7)
+
+
+def test_a_norm_needs_bounded_scratch_and_leaves_the_base_alone(monkeypatch):
+    monkeypatch.setattr(fold_module, "SCRATCH", 64 * 4)
+    t = MODEL.targets()[Q_PROJ]
+    before, sizes, addmm = t.weight().clone(), [], torch.addmm
+
+    def watch(rows, *args):
+        sizes.append(rows.numel())
+        return addmm(rows, *args)
+
+    monkeypatch.setattr(torch, "addmm", watch)
+    fold(random_slots(t, "terms", "magnitude"), t)
+    assert max(sizes) <= 64 * 4 and torch.equal(t.weight(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_trained_vectors_survive_sixteen_bits(dtype):
+    """s - 1 of 0.2% rms: as s most would round to 1, as s - 1 they keep the dtype's own precision."""
+    t = MODEL.targets()[Q_PROJ]
+    slots = random_slots(t, "terms", "magnitude", "gain", near=True)
+    norms = row_norms(slots, t)
+    want = slots.magnitude.double() / norms * slots.gain.double() - 1
+    got = fold(slots, t).scale.to(dtype).double()
+    normal = want.abs() > torch.finfo(torch.float16).tiny
+    assert 1e-3 < want.square().mean().sqrt() < 4e-3
+    assert ((got - want).abs() / want.abs())[normal].max() <= 2**-8
+    as_s = ((1 + want).to(dtype).double() - 1 - want).norm() / want.norm()
+    assert (got - want).norm() / want.norm() <= 2**-8 and as_s > 2**-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_near_rotations_survive_sixteen_bits(dtype):
+    t = MODEL.targets()[Q_PROJ]
+    for name in ("input_scale", "rotation", "one_block"):
+        slots = random_slots(t, name, near=True)
+        want = slots.input_scale.double() - 1 if name == "input_scale" else slots.rotation.double() - torch.eye(8)
+        got = fold(slots, t).rotation.to(dtype).double()
+        assert (got - want).norm() / want.norm() <= 2**-8
+
+
+def test_absent_slots_fold_to_nothing_and_present_identities_stay():
+    t = MODEL.targets()[Q_PROJ]
+    assert fold(Slots(), t) == Folded()
+    only_gain = fold(Slots(gain=torch.ones(64)), t)
+    assert torch.equal(only_gain.scale, torch.zeros(64)) and only_gain.bias is None  # it scales y, bias and all
+    only_scale = fold(Slots(scale=torch.ones(64)), t)
+    assert torch.equal(only_scale.bias, torch.zeros(64))  # t has a base bias, which s must leave alone
+    assert fold(Slots(scale=torch.ones(64)), PLAIN.targets()[Q_PROJ]).bias is None
+
+
+def test_results_are_float32_whatever_the_file_holds():
+    t = MODEL.targets()[Q_PROJ]
+    slots = random_slots(t, "two_terms", "shared", "magnitude", "bias", "gain", "rotation")
+    half = replace(
+        slots,
+        terms=tuple(Term(term.A.half(), term.B.bfloat16()) for term in slots.terms),
+        shared=SharedTerm(slots.shared.A, slots.shared.B, slots.shared.d.half(), slots.shared.e.half()),
+        gain=slots.gain.half(),
+        rotation=slots.rotation.half(),
+    )
+    folded = fold(half, t)
+    for field in fields(Folded):
+        value = getattr(folded, field.name)
+        for tensor in (value.d, value.e) if isinstance(value, SharedTerm) else (value,):
+            assert tensor.dtype == torch.float32
+    assert folded.A.shape == (11, 64) and folded.B.shape == (64, 11)
+    assert folded.shared.A is half.shared.A  # packed once, whole: no copy per module
+
+
+@pytest.mark.parametrize("path", [Q_PROJ, EMBEDDING])
+def test_a_base_weight_in_the_file_must_be_the_served_one(path):
+    model = FakeModel(dtype=torch.bfloat16)
+    t = model.targets()[path]
+    assert needs_base_weight(Slots(base_weight=t.weight())) and not needs_base_weight(random_slots(t, "terms"))
+    fold(Slots(base_weight=t.weight().float()), t)  # the file may hold it in float32
+    changed = t.weight().clone()
+    changed[-1, -1] += 1
+    with pytest.raises(AdapterError, match="wrong_base.*base_weight"):
+        fold(Slots(base_weight=changed), t)
+
+
+def test_a_gated_input_scale_becomes_the_gain_of_up_proj():
+    targets = MODEL.targets()
+    up, down, gate = (targets[path] for path in (UP, DOWN, "model.layers.0.mlp.gate_proj"))
+    x = inputs(up)
+    act = torch.nn.functional.silu(apply_slots(Slots(), gate, x))
+    for up_slots in (Slots(), random_slots(up, "terms", "scale", "gain", "bias")):
+        modules = {DOWN: random_slots(down, "input_scale", "scale")}
+        if up_slots != Slots():
+            modules[UP] = up_slots
+        moved = fold_gates(modules, targets)
+        assert moved[DOWN].input_scale is None and modules[DOWN].input_scale is not None
+        want = apply_slots(modules[DOWN], down, act * apply_slots(up_slots, up, x))
+        up_y = apply_folded(fold(moved[UP], up), up, x)
+        got = apply_folded(fold(moved[DOWN], down), down, act * up_y)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_input_scale_stays_where_it_must():
+    targets = MODEL.targets()
+    beside_terms = {DOWN: random_slots(targets[DOWN], "input_scale", "terms")}  # A reads the unscaled input
+    assert fold_gates(beside_terms, targets) == beside_terms
+    elsewhere = {O_PROJ: random_slots(targets[O_PROJ], "input_scale")}
+    assert fold_gates(elsewhere, targets) == elsewhere
+    with pytest.raises(AdapterError, match="bad_shape.*down_proj input_scale"):
+        fold_gates({DOWN: Slots(input_scale=torch.ones(3))}, targets)
+
+
+def test_an_adapter_folds_in_module_order_and_sums_once():
+    targets = MODEL.targets(0, 2)
+    whole = MODEL.targets()
+    names = {O_PROJ: ("terms", "magnitude"), Q_PROJ: ("terms", "magnitude"), EMBEDDING: ("magnitude",)}
+    modules = {path: random_slots(whole[path], *picked) for path, picked in names.items()}
+    sums = []
+    folded = fold_adapter(Adapter("DORA", modules), targets, lambda part: sums.append(part) or 2 * part)
+    assert [len(part) for part in sums] == [128]  # o_proj and the embedding split their inputs; q_proj does not
+    assert list(folded) == sorted(targets[path].module for path in modules)
+    assert all(folded[t.module][0] is t for t in map(targets.get, modules))
+
+
+def test_an_unknown_module_is_refused():
+    with pytest.raises(AdapterError, match="unknown_key.*model.layers.9.mlp"):
+        fold_adapter(Adapter("LORA", {"model.layers.9.mlp": Slots()}), MODEL.targets())
+
+
+def test_agree_passes_results_errors_and_other_ranks_refusals():
+    assert agree(lambda: 7, lambda ok: ok) == 7
+    heard = []
+    with pytest.raises(ZeroDivisionError):
+        agree(lambda: 1 / 0, lambda ok: heard.append(ok) or ok)
+    with pytest.raises(AdapterError, match="another tensor-parallel rank"):
+        agree(lambda: 7, lambda ok: heard.append(ok))
+    assert heard == [False, True]
+
+
+def test_a_zero_row_gives_no_number():
+    """m / 0 is not hidden here; packing refuses it by name."""
+    model = FakeModel()
+    model.weights[Q_PROJ][3] = 0
+    assert math.isinf(fold(Slots(magnitude=torch.ones(64)), model.targets()[Q_PROJ]).scale[3])
+
+
+def _rank(rank: int, rendezvous: str, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+
+    def sum_over_tp(part):
+        dist.all_reduce(part)
+        return part
+
+    def all_ok(ok):
+        status = torch.tensor(int(ok))
+        dist.all_reduce(status, dist.ReduceOp.MIN)
+        return bool(status)
+
+    targets, whole = MODEL.targets(rank, 2), MODEL.targets()
+    modules = {path: random_slots(whole[path], "terms", "magnitude", "bias") for path in (Q_PROJ, O_PROJ, DOWN)}
+    folded = fold_adapter(Adapter("DORA", modules), targets, sum_over_tp, all_ok, adds_bias=rank == 0)
+    # numpy: a tensor would travel through a file descriptor that dies with this process
+    for path in (O_PROJ, DOWN):
+        results.put((rank, path, folded[targets[path].module][1].scale.numpy()))
+    base = targets[O_PROJ].weight() + rank  # rank 1's copy is wrong: it alone sees that
+    full = torch.cat([base, base], dim=1)
+    modules[O_PROJ] = replace(modules[O_PROJ], base_weight=full)
+    try:
+        fold_adapter(Adapter("DORA", modules), targets, sum_over_tp, all_ok, adds_bias=rank == 0)
+    except AdapterError as error:
+        results.put((rank, "refusal", error.code))
+    dist.destroy_process_group()
+
+
+def test_two_processes_fold_and_refuse_together(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = multiprocessing.start_processes(_rank, (str(tmp_path / "meet"), results), 2, join=False)
+    got = {}
+    while not ranks.join(timeout=30):
+        pass
+    while not results.empty():
+        rank, what, value = results.get()
+        got[rank, what] = value
+    whole = MODEL.targets()
+    for path in (O_PROJ, DOWN):
+        want = fold(random_slots(whole[path], "terms", "magnitude", "bias"), whole[path]).scale
+        for rank in range(2):
+            torch.testing.assert_close(torch.from_numpy(got[rank, path]), want, rtol=0, atol=1e-6)
+    assert got[0, "refusal"] == "bad_config" and got[1, "refusal"] == "wrong_base"

@@ -1,0 +1,141 @@
+"""Every method's whole result from the parts of 2, 4 and 8 ranks; what cannot be cut is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots
+
+from scute_sgl.errors import AdapterError
+from scute_sgl.fold import fold
+from scute_sgl.shard import shard
+from scute_sgl.slots import Slots, Target, Term
+
+MODEL = FakeModel()
+WHOLE = MODEL.targets()
+O_PROJ, Q_PROJ = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
+
+
+def from_shards(slots: Slots, path: str, tp: int, x: torch.Tensor) -> torch.Tensor:
+    """Row-parallel partials summed, columns concatenated by their ranges; norms reduced as over real ranks."""
+    targets = [MODEL.targets(rank, tp)[path] for rank in range(tp)]
+    parts = [shard(slots, t) for t in targets]
+    squares = []
+    for rank, (part, t) in enumerate(zip(parts, targets)):
+        fold(part, t, sum_over_tp=lambda own: squares.append(own) or own, adds_bias=rank == 0)
+    total = sum(squares) if squares else None
+    result = torch.zeros(len(x), WHOLE[path].out_features, dtype=torch.float64)
+    for rank, (part, t) in enumerate(zip(parts, targets)):
+        folded = fold(part, t, sum_over_tp=lambda _: total, adds_bias=rank == 0)
+        y = apply_folded(folded, t, x[:, slice(*t.inputs)])
+        if t.inputs != (0, t.in_features):
+            result += y
+        else:
+            result[:, slice(*t.outputs)] = y  # replicated heads write the same columns again
+    return result
+
+
+def combinations(kind: str) -> list[tuple[str, ...]]:
+    """Each slot alone, and rich mixtures; blocks of 8 inputs divide every shard here."""
+    alone = [combo for combo in every_combination() if len(combo) == 1]
+    rich = [
+        ("two_terms", "magnitude", "bias", "gain", "rotation"),
+        ("terms", "shared", "scale", "base_bias", "gain", "one_block"),
+        ("terms", "magnitude", "base_bias", "bias", "input_scale"),
+    ]
+    if kind != "embedding":
+        return alone + rich
+    without = {"shared", "rotation", "one_block", "input_scale"}
+    return [tuple(n for n in combo if n not in without) for combo in alone + rich if set(combo) - without]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.split(".")[-1])
+def test_shards_rebuild_the_whole_result(path, tp):
+    t = WHOLE[path]
+    x = torch.randn(4, t.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for names in combinations(t.kind):
+        if t.kind == "embedding" and {"bias", "base_bias"} & set(names):
+            continue  # its output is reduced before the adapter part: every rank adds the whole bias
+        slots = random_slots(t, *names)
+        torch.testing.assert_close(from_shards(slots, path, tp, x), apply_slots(slots, t, x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_bias_is_whole_on_every_rank():
+    slots = random_slots(WHOLE[EMBEDDING], "bias")
+    for rank in range(2):
+        t = MODEL.targets(rank, 2)[EMBEDDING]
+        torch.testing.assert_close(fold(shard(slots, t), t, adds_bias=rank == 0).bias, slots.bias)
+
+
+def test_parts_are_views_and_shared_matrices_stay_whole():
+    slots = random_slots(WHOLE[Q_PROJ], "terms", "shared", "scale")
+    part = shard(slots, MODEL.targets(1, 4)[Q_PROJ])
+    assert part.shared.A is slots.shared.A and part.shared.B is slots.shared.B and part.shared.d.shape == (5,)
+    assert part.terms[0].B.data_ptr() == slots.terms[0].B[16:].data_ptr()
+    assert part.terms[0].A.shape == (3, 64) and part.shared.e.shape == part.scale.shape == (16,)
+
+
+def test_replicated_kv_heads_hold_the_same_part():
+    path = "model.layers.0.self_attn.k_proj"
+    slots = random_slots(WHOLE[path], "terms", "scale")
+    parts = [shard(slots, MODEL.targets(rank, 8)[path]) for rank in range(8)]
+    for rank in range(8):
+        assert torch.equal(parts[rank].scale, slots.scale[8 * (rank // 4) : 8 * (rank // 4) + 8])
+
+
+def test_a_block_that_straddles_shards_is_refused():
+    blocks = torch.eye(16).expand(4, 16, 16)
+    for slots in (Slots(rotation=blocks), Slots(rotation=blocks[:1])):
+        shard(slots, MODEL.targets(0, 4)[O_PROJ])  # 16 inputs a rank
+        shard(slots, MODEL.targets(0, 8)[Q_PROJ])  # its input is whole
+        with pytest.raises(AdapterError, match=r"bad_shape.*o_proj rotation.*blocks of 16.*shards of 8 inputs"):
+            shard(slots, MODEL.targets(0, 8)[O_PROJ])
+
+
+def test_the_one_block_stays_and_others_are_cut():
+    t = MODEL.targets(3, 4)[O_PROJ]
+    assert shard(Slots(rotation=torch.zeros(1, 8, 8)), t).rotation.shape == (1, 8, 8)
+    blocks = torch.arange(8.0)[:, None, None].expand(8, 8, 8)
+    assert shard(Slots(rotation=blocks), t).rotation[:, 0, 0].tolist() == [6, 7]
+
+
+BAD = {
+    "A": dict(terms=(Term(torch.zeros(3, 63), torch.zeros(64, 3)),)),
+    "B": dict(terms=(Term(torch.zeros(3, 64), torch.zeros(64, 4)),)),
+    "scale": dict(scale=torch.zeros(65)),
+    "magnitude": dict(magnitude=torch.zeros(64, 1)),
+    "bias": dict(bias=torch.zeros(1)),
+    "base_bias": dict(base_bias=torch.zeros(32)),
+    "gain": dict(gain=torch.zeros(0)),
+    "input_scale": dict(input_scale=torch.zeros(128)),
+    "base_weight": dict(base_weight=torch.zeros(64, 65)),
+    "rotation": dict(rotation=torch.zeros(3, 16, 16)),
+    "rotation ": dict(rotation=torch.zeros(1, 24, 24)),
+}
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_a_tensor_of_another_shape_is_refused_by_name(key):
+    with pytest.raises(AdapterError, match=f"bad_shape.*q_proj {key.strip()}: found .*want ") as refusal:
+        shard(Slots(**BAD[key]), MODEL.targets(0, 2)[Q_PROJ])
+    assert refusal.value.key == key.strip()
+
+
+def test_shared_matrices_smaller_than_the_layer_are_refused():
+    t = WHOLE[Q_PROJ]
+    good = random_slots(t, "shared").shared
+    for bad in (replace(good, A=good.A[:, :63]), replace(good, B=good.B[:63]), replace(good, B=good.B[:, :4])):
+        with pytest.raises(AdapterError, match="bad_shape.*shared A and B"):
+            shard(Slots(shared=bad), t)
+    with pytest.raises(AdapterError, match="bad_shape.* d: "):
+        shard(Slots(shared=replace(good, d=torch.zeros(4))), t)
+
+
+def test_what_an_embedding_cannot_do_is_refused():
+    t: Target = WHOLE[EMBEDDING]
+    for names in ("shared", "input_scale", "rotation"):
+        with pytest.raises(AdapterError, match="unsupported_method"):
+            shard(random_slots(t, names), t)
+    with pytest.raises(AdapterError, match="bad_config.*want one"):
+        shard(random_slots(WHOLE[Q_PROJ], "input_scale", "rotation"), WHOLE[Q_PROJ])
