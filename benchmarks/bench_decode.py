@@ -3,8 +3,8 @@
     python benchmarks/bench_decode.py --backend scute --out benchmarks/results/decode_h200.json
     python benchmarks/bench_decode.py --backend csgmv --out benchmarks/results/decode_h200.json --patch-stock-loader
 
-Backends: scute; SGLang's own csgmv, triton and triton_experimental (SGLANG_EXPERIMENTAL_LORA_OPTI=1); none, the
-base alone. A run holds two engines on one GPU, the base's and the backend's, and measures them in turns: base,
+Backends: scute; SGLang's own csgmv, triton and triton_experimental (SGLANG_EXPERIMENTAL_LORA_OPTI=1); none, a second
+base engine. A run holds two engines on one GPU, the base's and the backend's, and measures them in turns: base,
 backend, base, backend ... So every ratio is taken within seconds, and the base's repeats are the identical runs
 whose difference (``spread``) says what a ratio is worth.
 
@@ -18,34 +18,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 
 import engines
 import record
-from byte_model import added_ms
-from engines import Burst, Settings
+from byte_model import added_ms, bytes_of_workload
+from engines import EngineProcess, Settings
 from workloads import COMPARISONS, LLAMA_8B_CONFIG, WORKLOADS, Kind
 
 SHORT, LONG = 16, 144
+RANKS = [f"lora_r{rank}x16_bs16" for rank in (8, 16, 32, 64)]  # equal but for the bytes
 BACKENDS = ("scute", *engines.STOCK, "none")
 
 
-def milliseconds(burst: Burst, rows: list[str | None]) -> float:
-    return (burst.seconds(rows, LONG) - burst.seconds(rows, SHORT)) / (LONG - SHORT) * 1e3
+def milliseconds(engine: EngineProcess, rows: list[str | None]) -> float:
+    return (engine.seconds(rows, LONG) - engine.seconds(rows, SHORT)) / (LONG - SHORT) * 1e3
 
 
-def measure(id: str, backend: str, burst: Burst, base: Burst, rounds: int) -> dict:
+def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, rounds: int) -> dict:
     """One row of the results; base and backend take turns."""
     workload = WORKLOADS[id]
     rows, alone = workload.rows(), [None] * workload.bs
     times, base_times = [], []
-    burst.seconds(rows, SHORT)
+    engine.seconds(rows, SHORT)
     base.seconds(alone, SHORT)
-    for _ in range(rounds):
+    for _ in range(rounds):  # the base first and last: a drift shows up as spread
         base_times.append(milliseconds(base, alone))
-        times.append(milliseconds(burst, rows))
+        times.append(milliseconds(engine, rows))
+    base_times.append(milliseconds(base, alone))
     tpot, base_ms = median(times), median(base_times)
     return {
         "workload": id,
@@ -91,25 +92,37 @@ def comparisons(rows: list[dict]) -> list[dict]:
     return result
 
 
+def summary(rows: list[dict]) -> dict:
+    """About our rows: added time fitted as a + bytes / b over ranks 8 to 64, and how well the byte model predicts."""
+    ours = {row["workload"]: row for row in rows if row["backend"] == "scute" and row["workload"] in WORKLOADS}
+    added = {id: row["tpot_ms"] - row["base_ms"] for id, row in ours.items()}
+    result = {}
+    ranks = [id for id in RANKS if id in added]
+    if len(ranks) > 1:
+        line = linear_regression([bytes_of_workload(WORKLOADS[id]) for id in ranks], [added[id] for id in ranks])
+        result |= {"fit_a_ms": round(line.intercept, 4), "fit_b_tb_per_s": round(1e-9 / line.slope, 3)}
+    errors = [abs(added_ms(WORKLOADS[id]) / ms - 1) for id, ms in added.items() if ms >= 0.1]
+    if errors:
+        result["model_median_error"] = round(median(errors), 4)
+    return result
+
+
 def tenants_of(ids: list[str]) -> dict[str, Kind]:
     return {name: kind for id in ids for kind, count in WORKLOADS[id].tenants for name in kind.names(count)}
 
 
-def started(backend: str, ids: list[str], settings: Settings, base) -> Iterator[tuple[object, list[str]]]:
-    """The backend's engines, one after the other, each with the workloads that it is for."""
+def starts(backend: str, ids: list[str], settings: Settings) -> list[tuple[tuple, list[str]]]:
+    """How to start the backend's engines, one after the other, and the workloads that each is for."""
     if backend == "none":
-        yield base, ids
-    elif backend == "scute":
-        engine = engines.start_scute(settings, tenants_of(ids))
-        yield engine, ids
-        engine.shutdown()
-    else:
-        ranks = sorted({rank for id in ids if (rank := WORKLOADS[id].stock_rank())})
-        for rank in ranks:
-            group = [id for id in ids if WORKLOADS[id].stock_rank() == rank]
-            engine = engines.start_stock(settings, backend, rank, tenants_of(group) or tenants_of(["lora_r16x1_bs1"]))
-            yield engine, group
-            engine.shutdown()
+        return [((engines.start_base, settings), ids)]
+    if backend == "scute":
+        return [((engines.start_scute, settings, tenants_of(ids)), ids)]
+    result = []
+    for rank in sorted({WORKLOADS[id].stock_rank() for id in ids}):
+        group = [id for id in ids if WORKLOADS[id].stock_rank() == rank]
+        tenants = tenants_of(group) or tenants_of(["lora_r16x1_bs1"])  # stock LoRA does not start without any
+        result.append(((engines.start_stock, settings, backend, rank, tenants), group))
+    return result
 
 
 def run(args) -> list[dict]:
@@ -125,16 +138,16 @@ def run(args) -> list[dict]:
     (args.model / "config.json").write_text(json.dumps(LLAMA_8B_CONFIG))
     this_run = record.header() | {"slots": args.slots, "capture": sizes}
     runs = before.get("runs", {}) | {args.backend: this_run}
-    base = engines.start_base(settings)
-    for engine, group in started(args.backend, ids, settings, base):
-        for id in group:
-            row = measure(id, args.backend, Burst(engine), Burst(base), args.rounds)
-            if args.backend == "scute":
-                engines.check_distinct(engine, WORKLOADS[id].names())
-            rows = [r for r in rows if (r["workload"], r["backend"]) != (id, args.backend)] + [row]
-            record.save(args.out, rows + comparisons(rows), runs=runs)
-            print(line(row), flush=True)
-    base.shutdown()
+    with EngineProcess(engines.start_base, settings) as base:
+        for start, group in starts(args.backend, ids, settings):
+            with EngineProcess(*start) as engine:
+                for id in group:
+                    row = measure(id, args.backend, engine, base, args.rounds)
+                    if args.backend == "scute":
+                        engines.check_distinct(engine, WORKLOADS[id].names())
+                    rows = [r for r in rows if (r["workload"], r["backend"]) != (id, args.backend)] + [row]
+                    record.save(args.out, rows + comparisons(rows), summary=summary(rows), runs=runs)
+                    print(line(row), flush=True)
     return rows
 
 
@@ -160,8 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure workloads that the file already has")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=1024, help="adapter slots of our engine")
-    parser.add_argument("--capture", type=int, nargs="+", help="batch sizes to capture; default: those of the workloads")
-    parser.add_argument("--memory", type=float, default=0.3, help="mem_fraction_static of each of the two engines")
+    parser.add_argument("--capture", type=int, nargs="+", help="captured batch sizes; default: the workloads' own")
+    parser.add_argument("--memory", type=float, default=0.7, help="mem_fraction_static of each of the two engines")
     parser.add_argument("--model", type=Path, default=Path("/tmp/llama8b"), help="folder for the model's config")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/scute_bench"), help="folder for adapter files")
     parser.add_argument("--patch-stock-loader", action="store_true", help=engines.patch_stock_loader.__doc__)
@@ -169,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.patch_stock_loader:
         engines.patch_stock_loader()
     rows = run(args)
-    print("\n".join(["", *map(line, rows + comparisons(rows))]))
+    print("\n".join(["", *map(line, rows + comparisons(rows)), str(summary(rows))]))
     return 0
 
 

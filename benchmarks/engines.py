@@ -1,13 +1,19 @@
-"""The engines that the decode benchmark measures: the base model's, ours, and SGLang's own LoRA backends."""
+"""The engines that the decode benchmark measures: the base model's, ours, and SGLang's own LoRA backends.
+
+Each runs in a process of its own, because engines in one process share settings and end together. They start in the
+background, several at a time; the first question waits for the start.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import random
 import shutil
 import time
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,34 +44,15 @@ class Settings:
     capture: tuple[int, ...]  # batch sizes to capture
     slots: int  # of our engine
     memory: float  # mem_fraction_static
+    device: str = "cuda"
 
     def arguments(self) -> dict:
-        return PLAIN | {
-            "model_path": str(self.model),
-            "load_format": "dummy",
-            "dtype": "float16",
-            "random_seed": 0,
-            "mem_fraction_static": self.memory,
-            "max_total_tokens": MAX_TOKENS,
-            "cuda_graph_bs_decode": list(self.capture),
-        }
-
-
-class Burst:
-    """Times bursts of equal requests on one engine."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def seconds(self, rows: list[str | None], new_tokens: int) -> float:
-        """Wall time of one request per row, with that row's adapter (None: the base model)."""
-        numbers = random.Random(0)
-        prompts = [[numbers.randrange(10, 100_000) for _ in range(INPUT)] for _ in rows]
-        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        adapters = {"lora_path": rows} if any(rows) else {}
-        started = time.perf_counter()
-        self.engine.generate(input_ids=prompts, sampling_params=sampling, **adapters)
-        return time.perf_counter() - started
+        common = {"model_path": str(self.model), "load_format": "dummy", "random_seed": 0}
+        common |= {"max_total_tokens": MAX_TOKENS, "skip_tokenizer_init": True, "log_level": "warning"}
+        if self.device == "cpu":
+            return common | {"device": "cpu", "dtype": "float32"}
+        graphs = {"mem_fraction_static": self.memory, "cuda_graph_bs_decode": list(self.capture)}
+        return PLAIN | common | graphs | {"dtype": "float16"}
 
 
 def start_base(settings: Settings):
@@ -85,7 +72,7 @@ def start_scute(settings: Settings, tenants: dict[str, Kind]):
         scute_arena_mb=int(1.05 * need / 2**20) + 512,
     )
     for name, kind in tenants.items():
-        path = write_adapter(settings.scratch, kind, name, device="cuda")
+        path = write_adapter(settings.scratch, kind, name, device=settings.device)
         reply = engine.load_lora_adapter(name, str(path))
         if not reply.success:
             raise RuntimeError(reply.error_message)
@@ -94,49 +81,101 @@ def start_scute(settings: Settings, tenants: dict[str, Kind]):
 
 
 def start_stock(settings: Settings, backend: str, rank: int, tenants: dict[str, Kind]):
-    """SGLang's own backend at this maximum rank. Its pool pads every adapter to it, so ranks get engines of their own."""
+    """SGLang's own backend at this maximum rank, to which its pool pads every adapter: ranks get their own engines."""
+    os.environ[EXPERIMENTAL] = "1" if backend == "triton_experimental" else "0"
     import sglang
 
-    paths = {name: write_adapter(settings.scratch, kind, name, device="cuda") for name, kind in tenants.items()}
-    with environment(EXPERIMENTAL, "1" if backend == "triton_experimental" else "0"):
-        engine = sglang.Engine(
-            **settings.arguments(),
-            enable_lora=True,
-            lora_backend=STOCK[backend],
-            lora_paths=[f"{name}={path}" for name, path in paths.items()],
-            max_loras_per_batch=len(tenants) + 1,
-            max_lora_rank=rank,
-        )
+    paths = {}
+    for name, kind in tenants.items():
+        paths[name] = write_adapter(settings.scratch, kind, name, device=settings.device)
+    engine = sglang.Engine(
+        **settings.arguments(),
+        enable_lora=True,
+        lora_backend=STOCK[backend],
+        lora_paths=[f"{name}={path}" for name, path in paths.items()],
+        max_loras_per_batch=len(tenants) + 1,
+        max_lora_rank=rank,
+    )
     for path in paths.values():
         shutil.rmtree(path)
     return engine
 
 
-def check_distinct(engine, names: list[str]) -> None:
+class EngineProcess:
+    """An engine in its own process, for the length of a with block: times bursts of equal requests, tells its state."""
+
+    def __init__(self, start: Callable, *arguments):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_host, args=(theirs, start, arguments))
+        self._process.start()
+
+    def seconds(self, rows: list[str | None], new_tokens: int) -> float:
+        """Wall time of a burst of one request per row, with that row's adapter (None: the base model)."""
+        return self._ask(_seconds, rows, new_tokens)
+
+    def state(self) -> dict:
+        """What our engine tells of its adapters."""
+        return self._ask(_state)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self._pipe.send((_shutdown, ()))
+        except OSError:
+            pass  # it has failed and ended already
+        self._process.join()
+
+    def _ask(self, function: Callable, *arguments):
+        self._pipe.send((function, arguments))
+        ok, answer = self._pipe.recv()
+        if not ok:
+            raise RuntimeError(f"the engine's process failed:\n{answer}")
+        return answer
+
+
+def _host(pipe, start: Callable, arguments: tuple) -> None:
+    try:
+        engine = start(*arguments)
+        while True:
+            function, rest = pipe.recv()
+            pipe.send((True, function(engine, *rest)))
+            if function is _shutdown:
+                return
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _seconds(engine, rows: list[str | None], new_tokens: int) -> float:
+    numbers = random.Random(0)
+    prompts = [[numbers.randrange(10, 100_000) for _ in range(INPUT)] for _ in rows]
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    adapters = {"lora_path": rows} if any(rows) else {}
+    started = time.perf_counter()
+    engine.generate(input_ids=prompts, sampling_params=sampling, **adapters)
+    return time.perf_counter() - started
+
+
+def _state(engine) -> dict:
+    return engine.get_server_info()["internal_states"][0]["scute"]
+
+
+def _shutdown(engine) -> None:
+    engine.shutdown()
+
+
+def check_distinct(engine: EngineProcess, names: list[str]) -> None:
     """Distinct tenants must be distinct in memory: what they occupy is at least the sum of their images."""
-    state = engine.get_server_info()["internal_states"][0]["scute"]
-    images = sum(state["tenants"][name]["bytes"] for name in set(names))
-    used = state["pool"]["used"]
+    state = engine.state()
+    images, used = sum(state["tenants"][name]["bytes"] for name in set(names)), state["pool"]["used"]
     if used < images:
         raise RuntimeError(f"{len(set(names))} tenants of {images} bytes occupy {used} bytes of the arena")
 
 
-@contextmanager
-def environment(name: str, value: str):
-    """Set for the processes that are started inside the with block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def patch_stock_loader() -> None:
-    """Let stock LoRA read adapter files beside a ``load_format="dummy"`` base: SGLang 0.5.17 fills them with noise.
+    """Let stock LoRA read adapter files beside a dummy base: SGLang 0.5.17 would fill them with random numbers too.
 
     Edits the installed sglang/srt/lora/lora.py; meant for a throw-away copy.
     """

@@ -180,8 +180,9 @@ def check_one_batch(state: dict) -> None:
 def line(row: dict) -> str:
     share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
     return (
-        f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} effect {row['effect']:6.3f}  mean {row['mean_error']:.2e}"
-        f"  p999 {row['p999_error']:.2e}  max {row['max_error']:.2e}  peft {row['peft_error']:.2e}"
+        f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} effect {row['effect']:6.3f}"
+        f"  mean {row['mean_error']:.2e}  p999 {row['p999_error']:.2e}  max {row['max_error']:.2e}"
+        f"  peft {row['peft_error']:.2e}"
         f"  base {row['base_error']:.2e}  {share:>7}  {'ok' if row['ok'] else 'NOT OK'}"
     )
 
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a base of two small layers and few tokens, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="two small layers and few tokens, to try the script")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rows", type=int, help="rows of the batch for each adapter and for the base")
     parser.add_argument("--prompt", type=int, default=32)

@@ -103,13 +103,14 @@ __device__ bool next_item(const ExpandParams& p, Cursor<ExpandCost<kShared>>& cu
         rest -= units * weight;
         continue;
       }
-      const int unit = (rest + weight - 1) / weight;
+      const int unit = quotient(rest + weight - 1, weight);
       cursor.position += unit * weight - rest;
       rest = 0;
       if (unit == units) continue;
       found = true;
       if (cursor.position >= cursor.limit) return false;
-      item.units = min(min(pass_units<kShared>(blocks), units - unit), (cursor.limit - cursor.position + weight - 1) / weight);
+      const int left = quotient(min(cursor.limit - cursor.position, 8 * weight) + weight - 1, weight);
+      item.units = min(min(pass_units<kShared>(blocks), units - unit), left);
       cursor.position += item.units * weight;
       item.begin = piece.begin;
       item.rows = piece.rows;
@@ -147,8 +148,9 @@ __device__ __forceinline__ const T* optional(const char* arena, int64_t offset) 
 }
 
 // Sums the chunks of v in order into values[token][room]; for tensor cores also as high + low, times a power of two.
-template <typename T, bool kShared, bool kTensor>
-__device__ void stage(const ExpandParams& p, const ExpandItem& item, Staged& s, float* values, uint4* high, uint4* low) {
+template <typename T, bool kShared>
+__device__ __forceinline__ void stage(const ExpandParams& p, const ExpandItem& item, Staged& s, float* values,
+                                      uint4* high, uint4* low, bool tensor) {
   if (s.begin == item.begin && s.slice == item.slice) return;
   __syncthreads();
   const int rank8 = item.blocks * 8;
@@ -167,10 +169,10 @@ __device__ void stage(const ExpandParams& p, const ExpandItem& item, Staged& s, 
     s.bias = optional<T>(p.arena, entry.bias);
   }
   for (int i = threadIdx.x; i < item.rows * rank8; i += kThreads) {
-    const int token = i / rank8, r = i % rank8, row = p.list.perm[item.begin + token];
+    const int token = quotient(i, rank8), r = i - token * rank8, row = p.list.perm[item.begin + token];
     const float* from = p.v + row * p.v_row + item.slice * p.v_slice + r;
     float sum = from[0];
-#pragma unroll 8
+#pragma unroll 4
     for (int c = 1; c < p.chunks; ++c) sum += from[c * p.v_chunk];
     if constexpr (kShared) {
       const Entry* entry = row_entry(p, row, item.slice);
@@ -180,7 +182,7 @@ __device__ void stage(const ExpandParams& p, const ExpandItem& item, Staged& s, 
     values[token * p.room + r] = sum;
   }
   __syncthreads();
-  if constexpr (kTensor) {
+  if (sizeof(T) == 2 && tensor) {
     const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, units = operand_units(p.room);
     for (int token = threadIdx.x / 32; token < kTokens; token += kWarps) {
       int shift = 0;

@@ -18,24 +18,26 @@ __device__ __forceinline__ void load_columns(const ExpandItem& item, uint4 (&w)[
   }
 }
 
+// y of one row at the lane's columns, asked for before it is needed.
+template <typename T>
+__device__ __forceinline__ void load_before(const ExpandParams& p, const ExpandItem& item, int token, T (&before)[4]) {
+  const T* y = output<T>(p, item, p.list.perm[item.begin + token], item.column + threadIdx.x);
+#pragma unroll
+  for (int unit = 0; unit < 4; ++unit)
+    if (unit < item.units && item.column + unit * kColumns + static_cast<int>(threadIdx.x) < item.width)
+      before[unit] = y[unit * kColumns];
+}
+
 template <typename T, bool kShared, int kBlocks>
 __device__ __forceinline__ void column_pass(const ExpandParams& p, const ExpandItem& item, const uint4 (&w)[8],
-                                            Staged& s, float* values) {
+                                            const Staged& s, const float* values, T (&before)[4]) {
   constexpr int kUnits = column_units(kBlocks);
-  T before[kUnits];
-  const auto valid = [&](int unit) {
-    return unit < item.units && item.column + unit * kColumns + static_cast<int>(threadIdx.x) < item.width;
-  };
-  const auto fetch = [&](int token) {
-    const T* y = output<T>(p, item, p.list.perm[item.begin + token], item.column + threadIdx.x);
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit)
-      if (valid(unit)) before[unit] = y[unit * kColumns];
-  };
-  fetch(0);
-  stage<T, kShared, false>(p, item, s, values, nullptr, nullptr);
+  const int column = item.column + threadIdx.x;
   for (int token = 0; token < item.rows; ++token) {
-    float sums[kUnits] = {};
+    float sums[kUnits] = {}, base[kUnits];
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) base[unit] = to_float(before[unit]);
+    if (token + 1 < item.rows) load_before(p, item, token + 1, before);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const float4* u = reinterpret_cast<const float4*>(values + token * p.room + block * 8);
@@ -43,15 +45,10 @@ __device__ __forceinline__ void column_pass(const ExpandParams& p, const ExpandI
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) sums[unit] = dot8<T>(w[unit * kBlocks + block], low, high, sums[unit]);
     }
-    float base[kUnits];
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) base[unit] = to_float(before[unit]);
-    if (token + 1 < item.rows) fetch(token + 1);
-    const int column = item.column + threadIdx.x;
     T* y = output<T>(p, item, s.row[token], column);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
-      if (valid(unit))
+      if (unit < item.units && column + unit * kColumns < item.width)
         finish<T, kShared>(s, token, column + unit * kColumns, base[unit], sums[unit], y + unit * kColumns);
   }
 }
@@ -97,7 +94,7 @@ __device__ __forceinline__ void load_first(const ExpandItem& item, uint4 (&w)[8]
 }
 
 template <typename T, bool kShared>
-__global__ void __launch_bounds__(kThreads, kShared ? 4 : 5) expand_kernel(const __grid_constant__ ExpandParams p) {
+__global__ void __launch_bounds__(kThreads, 4) expand_kernel(const __grid_constant__ ExpandParams p) {
   __shared__ WorkShared work;
   __shared__ Staged s;
   extern __shared__ __align__(16) unsigned char staging[];
@@ -109,59 +106,61 @@ __global__ void __launch_bounds__(kThreads, kShared ? 4 : 5) expand_kernel(const
   if (threadIdx.x == 0) s.begin = -1;
   Cursor<ExpandCost<kShared>> cursor(work, p.list, {p});
 
-  ExpandItem item;
+  ExpandItem item{};
   uint4 w[8];
-  bool more = next_item<T, kShared>(p, cursor, item);
-  if (more) load_first<T, kShared>(item, w);
-  pdl_wait();
-
-  while (more) {
+  for (bool fetched = false;;) {
     const ExpandItem done = item;
     const bool tensor = uses_tensor<kShared>(done.blocks), wide = done.blocks <= kTensorBlocks;
     float sums[2][2][4] = {};  // wide: one for each unit; else even and odd steps
-    if (tensor) {
-      stage<T, kShared, true>(p, done, s, values, high, low);
-      const int steps = (done.blocks + 3) / 4, at = g * units + t;
-      product<T>(w, high, low, at, sums[0]);
-      if (wide) {
-        if (done.units == 2) product<T>(w + 4, high, low, at, sums[1]);
+    if (fetched) {
+      T before[4] = {};
+      if (!tensor) load_before(p, done, 0, before);
+      stage<T, kShared>(p, done, s, values, high, low, tensor);
+      if (!tensor) {
+        switch (done.blocks) {
+          case 0: column_pass<T, kShared, 0>(p, done, w, s, values, before); break;
+          case 1: column_pass<T, kShared, 1>(p, done, w, s, values, before); break;
+          case 2: column_pass<T, kShared, 2>(p, done, w, s, values, before); break;
+          case 3: column_pass<T, kShared, 3>(p, done, w, s, values, before); break;
+        }
       } else {
-        for (int step = 1; step < steps; step += 2) {
-          load_slot<T>(done, 0, step + 1, w);
-          product<T>(w + 4, high, low, at + step * 4, sums[1]);
-          if (step + 1 == steps) break;
-          load_slot<T>(done, 0, step + 2, w + 4);
-          product<T>(w, high, low, at + step * 4 + 4, sums[0]);
+        const int steps = (done.blocks + 3) / 4, at = g * units + t;
+        product<T>(w, high, low, at, sums[0]);
+        if (wide) {
+          if (done.units == 2) product<T>(w + 4, high, low, at, sums[1]);
+        } else {
+          for (int step = 1; step < steps; step += 2) {
+            load_slot<T>(done, 0, step + 1, w);
+            product<T>(w + 4, high, low, at + step * 4, sums[1]);
+            if (step + 1 == steps) break;
+            load_slot<T>(done, 0, step + 2, w + 4);
+            product<T>(w, high, low, at + step * 4 + 4, sums[0]);
+          }
         }
       }
-    } else if (done.blocks == 0) {
-      column_pass<T, kShared, 0>(p, done, w, s, values);
-    } else if (done.blocks == 1) {
-      column_pass<T, kShared, 1>(p, done, w, s, values);
-    } else if (done.blocks == 2) {
-      column_pass<T, kShared, 2>(p, done, w, s, values);
-    } else {
-      column_pass<T, kShared, 3>(p, done, w, s, values);
     }
 
     // The next item's weights are under way while this one's y is read and written.
-    more = next_item<T, kShared>(p, cursor, item);
+    const bool more = next_item<T, kShared>(p, cursor, item);
     if (more) load_first<T, kShared>(item, w);
-    if (!tensor) continue;
+    if (!fetched) pdl_wait();
+    if (fetched && tensor) {
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
-      if (unit >= done.units) break;
+      for (int unit = 0; unit < 2; ++unit) {
+        if (unit >= done.units) break;
+        const int first = done.column + unit * kColumns + threadIdx.x / 32 * 32 + g;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = 2 * t + i % 2, column = done.column + unit * kColumns + threadIdx.x / 32 * 32 + half * 16 + i / 2 * 8 + g;
+        for (int i = 0; i < 8; ++i) {
+          const int token = 2 * t + i % 2, column = first + i / 2 * 8;
           if (token >= done.rows || column >= done.width) continue;
-          const float delta = wide ? sums[unit][half][i] : sums[0][half][i] + sums[1][half][i];
+          const float delta = wide ? sums[unit][i / 4][i % 4] : sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
           T* y = output<T>(p, done, s.row[token], column);
           finish<T, kShared>(s, token, column, to_float(*y), delta * s.unscale[token], y);
         }
+      }
     }
+    if (!more) return;
+    fetched = true;
   }
 }
 
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) expand_fp32_kernel(const __grid_cons
   pdl_wait();
   ExpandItem item;
   while (next_item<float, kShared>(p, cursor, item)) {
-    stage<float, kShared, false>(p, item, s, values, nullptr, nullptr);
+    stage<float, kShared>(p, item, s, values, nullptr, nullptr, false);
     for (int unit = 0; unit < item.units; ++unit) {
       const int column = item.column + unit * kColumns + threadIdx.x;
       if (column >= item.width) break;

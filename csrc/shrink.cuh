@@ -81,9 +81,9 @@ __device__ bool next_unit(const ShrinkParams& p, Cursor<ShrinkCost<kShared>>& cu
   Piece piece;
   if (!cursor.find(piece)) return false;
   ++cursor.position;
-  const int groups = cursor.shared.cost[piece.index] / p.chunks;
-  int group = piece.offset % groups;
-  unit.chunk = piece.offset / groups;
+  // Chunks innermost: a group's follow one another in memory.
+  int group = p.chunks == 1 ? piece.offset : quotient(piece.offset, p.chunks);
+  unit.chunk = piece.offset - group * p.chunks;
   unit.begin = piece.begin;
   unit.rows = piece.rows;
   Slice slice{};
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_unit(const ShrinkParams& p, const ShrinkUni
 
 // 16 bit. The group's 16 ranks are the rows of the product, 8 tokens its columns. Each warp sums a quarter of the chunk.
 template <typename T, bool kShared>
-__global__ void __launch_bounds__(kThreads, 6) shrink_kernel(const __grid_constant__ ShrinkParams p) {
+__global__ void __launch_bounds__(kThreads, 5) shrink_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ WorkShared work;
   __shared__ float partial[2][kWarps][kTokens][16 + 1];
   pdl_trigger();
@@ -137,41 +137,42 @@ __global__ void __launch_bounds__(kThreads, 6) shrink_kernel(const __grid_consta
 
   ShrinkUnit unit;
   uint4 w[kSteps][2];
-  bool more = next_unit<T, kShared>(p, cursor, unit);
-  if (more) load_unit<T>(p, unit, w);
-  pdl_wait();
-
   float total = 0;
-  for (int turn = 0; more; turn ^= 1) {
-    const T* row = nullptr;
-    if (g < unit.rows) row = static_cast<const T*>(p.x) + p.list.perm[unit.begin + g] * p.x_stride;
-    uint4 x[kSteps];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int eight = (unit.chunk * kWarps + warp) * kSteps * 4 + step * 4 + t;
-      x[step] = make_uint4(0, 0, 0, 0);
-      if (row && eight < p.in / 8) x[step] = *reinterpret_cast<const uint4*>(row + eight * 8);
-    }
-    float even[4] = {}, odd[4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
-      mma32<T>(even, w[step][0], w[step][1], x[step]);
-      mma32<T>(odd, w[step + 1][0], w[step + 1][1], x[step + 1]);
-    }
-    partial[turn][warp][2 * t][g] = even[0] + odd[0];
-    partial[turn][warp][2 * t + 1][g] = even[1] + odd[1];
-    partial[turn][warp][2 * t][g + 8] = even[2] + odd[2];
-    partial[turn][warp][2 * t + 1][g + 8] = even[3] + odd[3];
-
+  bool fetched = false;
+  for (int turn = 0;; turn ^= 1) {
     const ShrinkUnit done = unit;
-    const bool last = passes == 1 || unit.chunk + 1 == passes;
-    if (last) {
-      more = next_unit<T, kShared>(p, cursor, unit);
-    } else {
-      ++unit.chunk;
+    bool last = true;
+    if (fetched) {
+      const T* row = nullptr;
+      if (g < unit.rows) row = static_cast<const T*>(p.x) + p.list.perm[unit.begin + g] * p.x_stride;
+      uint4 x[kSteps];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int eight = (unit.chunk * kWarps + warp) * kSteps * 4 + step * 4 + t;
+        x[step] = make_uint4(0, 0, 0, 0);
+        if (row && eight < p.in / 8) x[step] = *reinterpret_cast<const uint4*>(row + eight * 8);
+      }
+      float even[4] = {}, odd[4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; step += 2) {
+        mma32<T>(even, w[step][0], w[step][1], x[step]);
+        mma32<T>(odd, w[step + 1][0], w[step + 1][1], x[step + 1]);
+      }
+      partial[turn][warp][2 * t][g] = even[0] + odd[0];
+      partial[turn][warp][2 * t + 1][g] = even[1] + odd[1];
+      partial[turn][warp][2 * t][g + 8] = even[2] + odd[2];
+      partial[turn][warp][2 * t + 1][g + 8] = even[3] + odd[3];
+      last = ++unit.chunk == passes || passes == 1;
     }
+    // The next weights are under way while the warps' sums are added up.
+    const bool more = !last || next_unit<T, kShared>(p, cursor, unit);
     if (more) load_unit<T>(p, unit, w);
-
+    if (!fetched) {
+      pdl_wait();
+      if (!more) return;
+      fetched = true;
+      continue;
+    }
     __syncthreads();
     const int r = threadIdx.x % 16, token = threadIdx.x / 16;
     float sum = partial[turn][0][token][r];
@@ -179,10 +180,11 @@ __global__ void __launch_bounds__(kThreads, 6) shrink_kernel(const __grid_consta
     for (int other = 1; other < kWarps; ++other) sum += partial[turn][other][token][r];
     total = passes == 1 || done.chunk == 0 ? sum : total + sum;
     if (last && token < done.rows && (r < 8 || done.second)) {
-      const int64_t out = p.list.perm[done.begin + token];
-      if (kShared && !row_shares(p, out)) continue;
-      p.v[(passes == 1 ? done.chunk : 0) * p.v_chunk + out * p.v_row + done.column + r] = total;
+      const int row = p.list.perm[done.begin + token];
+      if (!kShared || row_shares(p, row))
+        p.v[(passes == 1 ? done.chunk : 0) * p.v_chunk + row * p.v_row + done.column + r] = total;
     }
+    if (!more) return;
   }
 }
 

@@ -43,27 +43,25 @@ struct Cursor {
   WorkShared& shared;
   const WorkList list;
   const Cost cost;
-  int count, window, begin, end;  // tiles; window's first tile; the window's stretch of the line
-  int position, limit;            // this CTA's stretch
+  const int count;         // tiles
+  int window, begin, end;  // first tile and stretch of the line of what is in shared memory
+  int position, limit;     // what is left of this CTA's stretch
 
   __device__ Cursor(WorkShared& shared, const WorkList& list, const Cost& cost)
-      : shared(shared), list(list), cost(cost), window(0), begin(0) {
-    // The first tile is fetched together with the count: two loads in a row less latency than one after another.
-    count = *list.count;
-    int total = load();
-    end = total;
+      : shared(shared), list(list), cost(cost), count(*list.count), window(0), begin(0) {
+    int total = end = load(shared, list, cost, 0, count);
     if (count > kThreads) {
-      for (window = kThreads; window < count; window += kThreads) total += load();
-      window = 0;
-      end = load();
+      for (int more = kThreads; more < count; more += kThreads) total += load_again(shared, list, cost, more, count);
+      load_again(shared, list, cost, 0, count);
     }
-    const unsigned share = static_cast<unsigned>(total) / gridDim.x, rest = static_cast<unsigned>(total) % gridDim.x;
+    const unsigned share = static_cast<unsigned>(total) / gridDim.x, rest = total - share * gridDim.x;
     position = share * blockIdx.x + min(blockIdx.x, rest);
     limit = position + share + (blockIdx.x < rest);
   }
 
   // Reads the window's tiles into shared memory; returns the window's work.
-  __device__ int load() {
+  static __device__ __forceinline__ int load(WorkShared& shared, const WorkList& list, const Cost& cost, int window,
+                                             int count) {
     __syncthreads();
     const int t = window + threadIdx.x, lane = threadIdx.x % 32;
     int work = 0;
@@ -96,13 +94,19 @@ struct Cursor {
     return all;
   }
 
+  // Kept apart, so that the code every launch runs through stays short.
+  static __device__ __noinline__ int load_again(WorkShared& shared, const WorkList& list, const Cost& cost, int window,
+                                                int count) {
+    return load(shared, list, cost, window, count);
+  }
+
   // The piece at the cursor, or false at the end of this CTA's stretch.
   __device__ bool find(Piece& piece) {
     if (position >= limit) return false;
     while (position >= end) {
       window += kThreads;
       begin = end;
-      end += load();
+      end += load_again(shared, list, cost, window, count);
     }
     const int local = position - begin, lane = threadIdx.x % 32;
     int index = 0;
@@ -110,7 +114,8 @@ struct Cursor {
     for (int w = 0; w < kWarps; ++w) index += __popc(__ballot_sync(~0u, shared.prefix[w * 32 + lane] <= local));
     const Tile tile = shared.tile[index];
     piece.index = index;
-    const int each = shared.cost[index], inside = local - (index ? shared.prefix[index - 1] : 0), part = inside / each;
+    const int each = shared.cost[index], inside = local - (index ? shared.prefix[index - 1] : 0);
+    const int part = inside < each ? 0 : inside / each;
     piece.slot = tile.slot;
     piece.begin = tile.begin + part * kTokens;
     piece.rows = min(kTokens, tile.rows - part * kTokens);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import make_adapters
 import torch
@@ -29,7 +31,9 @@ class Kit:
         self.root = root
 
     def base(self, name: str = "llama") -> str:
-        folder = make_adapters.make_base(name, self.root)
+        # With 0.2 float32 noise alone, PEFT's own against float64 included, comes to 1e-5.
+        with mock.patch.dict(make_adapters.SIZES, initializer_range=0.12):
+            folder = make_adapters.make_base(name, self.root)
         if not (Path(folder) / "tokenizer.json").exists():
             write_tokenizer(folder)
         return folder
@@ -60,6 +64,19 @@ def write_tokenizer(folder: str) -> None:
 def prompt(seed: int, length: int = 24) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+ALL_LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}
+
+
+def log_table(ids: list[int], answer: dict) -> tuple[list[int], torch.Tensor]:
+    """All tokens but the last generated one, and the served log-probabilities (tokens, vocabulary) after each."""
+    served = answer["meta_info"]["input_top_logprobs"][1:] + answer["meta_info"]["output_top_logprobs"]
+    table = torch.full((len(served), VOCABULARY), float("nan"))
+    for row, position in enumerate(served):
+        for value, token, _ in position:
+            table[row, token] = value
+    return (ids + answer["output_ids"])[: len(served)], table
 
 
 class Server:
@@ -111,6 +128,13 @@ class Server:
             status, text = refusal.code, refusal.read()
         return status, json.loads(text) if text else {}
 
+    def hang_up(self, path: str, body: dict) -> None:
+        """Begin to read a streamed answer, then close the connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_SECONDS)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        assert connection.getresponse().read(1)
+        connection.close()
+
     def ok(self, path: str, body: dict | None = None, timeout: float = REPLY_SECONDS):
         status, reply = self.call(path, body, timeout)
         assert status == 200, f"{path}: HTTP {status}: {reply}"
@@ -127,20 +151,12 @@ class Server:
         sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True, **fields.pop("sampling", {})}
         return self.ok("/generate", {"input_ids": ids, "lora_path": adapter, "sampling_params": sampling, **fields})
 
-    def logprobs(self, ids, adapter=None, n: int = 8) -> list[tuple[list[int], torch.Tensor]]:
-        """For each prompt: all its tokens but the last generated one, and the log-probabilities after each of them."""
-        many = isinstance(ids[0], list)
-        wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}
-        answers = self.generate(ids, adapter, n, **wanted)
-        results = []
-        for prompt_ids, answer in zip(ids if many else [ids], answers if many else [answers], strict=True):
-            served = answer["meta_info"]["input_top_logprobs"][1:] + answer["meta_info"]["output_top_logprobs"]
-            table = torch.full((len(served), VOCABULARY), float("nan"))
-            for row, position in enumerate(served):
-                for value, token, _ in position:
-                    table[row, token] = value
-            results.append(((prompt_ids + answer["output_ids"])[: len(served)], table))
-        return results if many else results[0]
+    def logprobs(self, ids, adapter=None, n: int = 8):
+        """(tokens, log-probabilities) of one prompt, or a list of them, as :func:`log_table` gives them."""
+        answers = self.generate(ids, adapter, n, **ALL_LOGPROBS)
+        if isinstance(ids[0], list):
+            return [log_table(prompt_ids, answer) for prompt_ids, answer in zip(ids, answers, strict=True)]
+        return log_table(ids, answers)
 
     def state(self) -> dict:
         return self.ok("/server_info")["internal_states"][0]["scute"]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+from torch import Tensor
 
 from scute_sgl.graphs import Variant
 from scute_sgl.plan import BatchPlan
@@ -40,7 +41,7 @@ class Rows:
         self.plan = BatchPlan(64, pool)
         self._planned = -1
 
-    def write(self, row_slots: Sequence[int]) -> None:
+    def write(self, row_slots: Tensor) -> None:
         if len(row_slots) > self.plan.capacity:
             self.plan = BatchPlan(1 << (len(row_slots) - 1).bit_length(), self.pool)
         self.plan.write(row_slots)
@@ -72,7 +73,7 @@ class ScuteBackend(BaseLoRABackend):
         self._decode, self._extend = Rows(pool, DECODE_TILE), Rows(pool, EXTEND_TILE)
         self._head = Rows(pool, EXTEND_TILE)
         self.body = self._decode
-        self._head_slots: list[int] | None = None
+        self._head_slots: Tensor | None = None
 
     @property
     def live(self) -> int:
@@ -85,9 +86,9 @@ class ScuteBackend(BaseLoRABackend):
         for slot in set(slots) - {-1}:
             self._live |= self.pool.live[slot]
         self.body = self._decode if decode else self._extend
-        self._head_slots = None if head_lengths is None else _repeat(slots, head_lengths)
         if self._live:
             self.body.write(_repeat(slots, lengths))
+            self._head_slots = None if head_lengths is None else _repeat(slots, head_lengths)
 
     def reset_batch_state(self) -> None:
         """An idle pass: no rows, no work."""
@@ -107,5 +108,7 @@ class ScuteBackend(BaseLoRABackend):
         return self._head
 
 
-def _repeat(slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+def _repeat(slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The slot of every row, on the host."""
+    slot_of_request = torch.tensor(slots, dtype=torch.int32)
+    return slot_of_request.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))

@@ -15,7 +15,9 @@ from scute_sgl.hooks import Hook
 CHECKED = "SCUTE_CHECKED"
 
 # field of ServerArgs: (values that are served, why others are not). None, False, "" and 0 are always served.
+# Not every release has every field.
 REFUSED = {
+    "attn_dp_size": ((1,), "MLP and output head see rows gathered from ranks whose adapters this rank does not know"),
     "attn_cp_size": ((1,), "context parallelism splits rows in a way that the row plan does not know"),
     "cpu_offload_gb": ((), "offloaded weights are not where adapters are folded"),
     "dcp_size": ((1,), "context parallelism splits rows in a way that the row plan does not know"),
@@ -47,6 +49,7 @@ REFUSED = {
     "speculative_algorithm": ((), "draft tokens are not planned for yet"),
     "tokenizer_worker_num": ((1,), "each worker would know other adapters"),
     "torchao_config": ((), "adapters are exact on unquantised weights only"),
+    "uno_lora_path": ((), "it brings its own adapter layers"),
     "use_ray": ((), "Ray actors do not load SGLang plugins"),
 }  # fmt: skip
 REFUSED_ENVIRONMENT = {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "its keys ignore the adapter, so tenants would share KV"}

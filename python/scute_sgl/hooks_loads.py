@@ -7,7 +7,6 @@ asked for; the unload then waits for the requests that hold the adapter, without
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 
 from fastapi import HTTPException
@@ -19,7 +18,7 @@ from sglang.srt.managers.tokenizer_control_mixin import _merge_lora_update_resul
 from scute_sgl.errors import HTTP_STATUS, AdapterError
 from scute_sgl.hooks import Hook
 from scute_sgl.hooks_requests import check_name, is_scute
-from scute_sgl.options import Options
+from scute_sgl.hub import local_folder
 
 POLL_SECONDS = 0.02
 
@@ -114,18 +113,6 @@ def _status(text: str) -> int:
     """HTTP status of a refusal that travelled as text."""
     code = re.search(r" refused \[(\w+)\]", text)
     return HTTP_STATUS.get(code[1], 400) if code else 400
-
-
-def local_folder(path: str) -> str:
-    """``path``, or the local copy of the hub adapter that it names if the operator allows those."""
-    if os.path.isdir(path) or not Options.read().allow_hub or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return path  # a missing folder is refused by the schedulers, which read it
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(path, allow_patterns=["adapter_config.json", "adapter_model.safetensors"])
-    except Exception as error:
-        raise AdapterError("not_found", f"cannot download {path!r}: {error}", adapter=path) from None
 
 
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."

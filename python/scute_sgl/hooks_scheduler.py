@@ -9,6 +9,9 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.hooks import Hook
 
 
+_manager = None  # a scheduler process has one model and one manager; None where another backend serves
+
+
 def init_lora_manager(original, self):
     from sglang.srt.model_executor import model_runner
     from sglang.srt.runtime_context import get_lora
@@ -25,41 +28,35 @@ def init_lora_manager(original, self):
     # Whatever arguments this release passes reach our class.
     stock, model_runner.LoRAManager = model_runner.LoRAManager, ScuteManager
     try:
-        return original(self)
+        original(self)
     finally:
         model_runner.LoRAManager = stock
+    global _manager
+    _manager = self.lora_manager
 
 
 def get_internal_state(original, self, recv_req):
     output = original(self, recv_req)
-    manager = _manager(self.tp_worker)
-    if manager is not None:
-        output.internal_state["scute"] = manager.state()
+    if _manager is not None:
+        output.internal_state["scute"] = _manager.state()
     return output
 
 
-def update_weights(original, self, recv_req):
+def update_weights(original, self, *args, **kwargs):
     """Folded adapters would silently belong to the base of before."""
-    manager = _manager(self)
-    names = manager.tied_to_base() if manager is not None else []
+    names = [] if _manager is None else _manager.tied_to_base()
     if names:
         hint = "its folded tensors depend on the base weights that would change; unload it first"
         return False, "; ".join(str(AdapterError("in_use", hint, adapter=name)) for name in names)
-    return original(self, recv_req)
+    return original(self, *args, **kwargs)
 
 
-def _manager(worker):
-    """Our manager, or None where another backend serves."""
-    manager = getattr(worker.model_runner, "lora_manager", None)
-    return manager if hasattr(manager, "tied_to_base") else None
-
-
-_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker."
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 HOOKS = [
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", init_lora_manager),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", get_internal_state, ("recv_req",)),
-    Hook(_WORKER + "update_weights_from_disk", update_weights, ("recv_req",)),
-    Hook(_WORKER + "update_weights_from_distributed", update_weights, ("recv_req",)),
-    Hook(_WORKER + "update_weights_from_tensor", update_weights, ("recv_req",)),
-    Hook(_WORKER + "update_weights_from_ipc", update_weights, ("recv_req",)),
+    Hook(_UPDATER + "update_weights_from_disk", update_weights),
+    Hook(f"{_UPDATER}update_weights_from_distributed | {_UPDATER}load_weights_from_distributed", update_weights),
+    Hook(_UPDATER + "update_weights_from_tensor", update_weights),
+    Hook(_UPDATER + "update_weights_from_ipc", update_weights),
 ]

@@ -19,11 +19,12 @@ from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import read_adapter
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold_adapter, needs_base_weight
+from scute_sgl.hub import local_folder
 from scute_sgl.layers import attach
 from scute_sgl.options import Options
 from scute_sgl.pool import Pool
 from scute_sgl.ranks import Ranks
-from scute_sgl.slots import Adapter, Folded
+from scute_sgl.slots import Adapter, Folded, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -109,20 +110,20 @@ class ScuteManager(LoRAManager):
         block_bytes = self.ranks.max(packed.nbytes)  # equal on all ranks, and so is every later decision
         agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), self.ranks.all_ok)
         live = _live_slots([f for _, f in folded.values()])
-        needs_base = self._needs_base(adapter)
+        needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
         self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base)
         self.lora_refs[ref.lora_id] = ref
 
     def _read(self, ref: LoRARef) -> Adapter:
-        if any(other.lora_name == ref.lora_name for other in self.lora_refs.values()):
-            raise AdapterError("in_use", "an adapter of this name is loaded; unload it first")
-        return read_adapter(ref.lora_path, self.base_shape)
+        return read_adapter(local_folder(ref.lora_path), self.base_shape)
 
-    def _needs_base(self, adapter: Adapter) -> bool:
-        """Whether another base weight or bias would give other folded tensors."""
-        return any(
-            needs_base_weight(slots) or self.targets[path].bias() is not None for path, slots in adapter.modules.items()
-        )
+    def _reads_base(self, path: str, slots: Slots) -> bool:
+        """Whether another base weight or bias would give other folded tensors of a module."""
+        target = self.targets[path]
+        vectors = (slots.scale, slots.magnitude, slots.gain, slots.base_bias, slots.input_scale)
+        scaled = [target, self.targets.get(target.gated_by, target)]  # fold_gates moves an input scale there
+        has_bias = any(t.bias() is not None for t in scaled)
+        return needs_base_weight(slots) or (has_bias and any(vector is not None for vector in vectors))
 
     def _unload_lora_adapter(self, ref: LoRARef):
         try:

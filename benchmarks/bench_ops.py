@@ -1,0 +1,240 @@
+"""Times the ops on one GPU: python benchmarks/bench_ops.py [--model llama-3.1-8b] [--only REGEX] [--json FILE].
+
+For each workload and fused layer one CUDA graph runs the op over many distinct sets of weights, more bytes than the
+L2 cache holds, as in a model whose layers follow one another; inputs stay in the cache, as in life. A line says what
+one launch (or pair) takes, how many adapter bytes it had to read a second, and that over the speed of a large copy.
+``step`` lines add up a decoding step: a graph of all layers' base GEMMs with the adapters' ops against one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import record
+import torch
+
+from scute_sgl import layout, ops
+
+# name -> layers, {fused layer: (inputs, outputs of its slices)}
+MODELS = {
+    "llama-3.1-8b": (32, 4096, 14336, (4096, 1024, 1024)),
+    "llama-3.2-1b": (16, 2048, 8192, (2048, 512, 512)),
+    "qwen3-4b": (36, 2560, 9728, (4096, 1024, 1024)),
+    "llama-3.1-70b-tp8": (80, 8192, 3584, (1024, 128, 128)),
+}
+
+
+def fused_layers(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    _, hidden, middle, qkv = MODELS[model]
+    return {
+        "qkv": (hidden, qkv),
+        "o": (qkv[0], (hidden,)),
+        "gate_up": (hidden, (middle, middle)),
+        "down": (middle, (hidden,)),
+    }
+
+
+@dataclass(frozen=True)
+class Workload:
+    rows: int
+    ranks: tuple[int, ...]  # one a tenant
+    kind: str = "lora"  # or vera, oft
+
+
+WORKLOADS = {
+    "lora_r8x16_bs16": Workload(16, (8,) * 16),
+    "lora_r16x16_bs16": Workload(16, (16,) * 16),
+    "lora_r32x16_bs16": Workload(16, (32,) * 16),
+    "lora_r64x16_bs16": Workload(16, (64,) * 16),
+    "lora_r16x16_bs64": Workload(64, (16,) * 16),
+    "lora_r64x20_bs20": Workload(20, (64,) * 20),
+    "lora_r64x20_bs64": Workload(64, (64,) * 20),
+    "lora_r16x64_bs64": Workload(64, (16,) * 64),
+    "lora_r16x1_bs1": Workload(1, (16,)),
+    "lora_r16x1_bs64": Workload(64, (16,)),
+    "lora_r8x8_r256x8_bs16": Workload(16, (8, 256) * 8),
+    "vera_r256x16_bs16": Workload(16, (256,) * 16, "vera"),
+    "oft32x16_bs16": Workload(16, (32,) * 16, "oft"),
+    "prefill_r16x16_2048": Workload(2048, (16,) * 16),
+    "prefill_r16x16_8192": Workload(8192, (16,) * 16),
+}
+
+
+class Bench:
+    """One fused layer of one workload, ``sets`` times with weights of its own."""
+
+    def __init__(self, workload: Workload, inputs: int, outputs: tuple[int, ...], sets: int, dtype: torch.dtype):
+        self.kind, self.outputs, self.sets = workload.kind, outputs, sets
+        self.columns = [sum(outputs[:i]) for i in range(len(outputs) + 1)]
+        self.tile_rows, tenants, item = (8 if workload.rows <= 256 else 64), len(workload.ranks), dtype.itemsize
+        self.size = 0
+        table = torch.full((tenants, sets * len(outputs), layout.FIELDS), -1, dtype=torch.int64)
+        shared = torch.full((sets, layout.SET_FIELDS), -1, dtype=torch.int64)
+        rank = max(workload.ranks)
+        for n in range(sets):
+            if self.kind == "vera":
+                shared[n] = torch.tensor(
+                    [self._take(rank * inputs * item), self._take(rank * max(outputs) * item), rank, inputs, max(outputs)]
+                )
+            for tenant, own in enumerate(workload.ranks):
+                for i, width in enumerate(outputs):
+                    entry = table[tenant, n * len(outputs) + i]
+                    entry[layout.META] = layout.pack_meta(own)
+                    if self.kind == "lora":
+                        entry[layout.A], entry[layout.B] = self._take(own * inputs * item), self._take(own * width * item)
+                    elif self.kind == "vera":
+                        entry[layout.D], entry[layout.E] = self._take(own * item), self._take(width * item)
+                    else:
+                        entry[layout.ROTATION] = self._take(inputs * own * item)
+                        entry[layout.META] = layout.pack_meta(0, own)
+        self.bytes = self.size / sets  # what one launch, or pair of launches, has to read at least
+        values = torch.empty(self.size // item, dtype=dtype, device="cuda")
+        for part in values.split(1 << 27):
+            part.normal_(0, inputs**-0.5)
+        self.arena, self.table, self.shared = values.view(torch.uint8), table.cuda(), shared.cuda()
+        live = {"lora": layout.DELTA, "vera": layout.SHARED, "oft": layout.ROTATED}[self.kind]
+        self.slots = torch.tensor([[live, 0]] * tenants, dtype=torch.int32).cuda()
+        prefill = workload.rows > 256
+        rows = torch.arange(workload.rows)
+        self.row_slot = (rows * tenants // workload.rows if prefill else rows % tenants).int().cuda()
+        self.plan = torch.zeros(layout.plan_size(workload.rows), dtype=torch.int32, device="cuda")
+        chunks = 1 if prefill else -(-inputs // layout.K_CHUNK)
+        slices = 1 if self.kind == "vera" else len(outputs)
+        self.v = torch.zeros(chunks, workload.rows, slices * rank, device="cuda")
+        self.x = torch.randn(workload.rows, inputs, device="cuda", dtype=dtype)
+        self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
+        self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
+
+    def _take(self, size: int) -> int:
+        self.size += layout.round_up(size, layout.ALIGN)
+        return self.size - layout.round_up(size, layout.ALIGN)
+
+    def make_plan(self) -> None:
+        ops.plan(self.row_slot, self.slots, self.tile_rows, self.plan)
+
+    def run(self, part: str, n: int) -> None:
+        common = {"arena": self.arena, "table": self.table, "module": n * len(self.outputs)}
+        tiles = {"plan": self.plan, "tile_rows": self.tile_rows}
+        if self.kind == "vera":
+            begins = [0] * len(self.outputs)
+            ops.vera(self.x, self.row_slot, sets=self.shared[n : n + 1], columns=self.columns, in_begin=0,
+                     out_begin=begins, v=self.v, y=self.y, **common, **tiles)  # fmt: skip
+        elif self.kind == "oft":
+            ops.rotate(self.x, self.row_slot, slices=len(self.outputs), out=self.rotated, **common)
+        else:
+            if part != "expand":
+                ops.shrink(self.x, slices=len(self.outputs), v=self.v, **common, **tiles)
+            if part != "shrink":
+                ops.expand(self.v, columns=self.columns, y=self.y, **common, **tiles)
+
+
+def graph_of(body) -> torch.cuda.CUDAGraph:
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+def microseconds(*graphs: torch.cuda.CUDAGraph, seconds: float = 0.25) -> list[float]:
+    """Median time of a replay of each, taken in turns."""
+
+    def once(graph, times: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / times
+
+    each = once(graphs[0], 3)
+    times = max(1, min(10, int(seconds * 1e6 / 20 / each)))
+    samples = [[once(graph, times) for graph in graphs] for _ in range(20)]
+    return [statistics.median(column) for column in zip(*samples)]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a microsecond by a large copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(graph_of(lambda: target.copy_(source)))[0]
+
+
+def time_ops(name: str, workload: Workload, model: str, bandwidth: float, dtype: torch.dtype) -> list[dict]:
+    rows = []
+    for layer, (inputs, outputs) in fused_layers(model).items():
+        once = Bench(workload, inputs, outputs, 1, dtype).bytes
+        bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype)
+        bench.make_plan()
+        for part in ("shrink", "expand", "pair") if bench.kind == "lora" else (bench.kind,):
+
+            def body(bench=bench, part=part):
+                for n in range(bench.sets):
+                    bench.run(part, n)
+
+            taken = microseconds(graph_of(body))[0] / bench.sets
+            share = {"shrink": inputs * len(outputs), "expand": sum(outputs)}
+            read = bench.bytes * share.get(part, sum(share.values())) / sum(share.values())
+            row = {"workload": name, "layer": layer, "op": part, "us": taken, "bytes": read,
+                   "gb_s": read / taken / 1e3, "share": read / taken / bandwidth}  # fmt: skip
+            print(f"{name:24} {layer:8} {part:7} {taken:8.2f} us {row['gb_s']:7.0f} GB/s {row['share']:6.1%}", flush=True)
+            rows.append(row)
+        del bench
+        torch.cuda.empty_cache()
+    return rows
+
+
+def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype) -> dict:
+    """What the adapters' ops add to one step, in milliseconds, with the base's GEMMs between them."""
+    layers = MODELS[model][0]
+    benches = [Bench(workload, *shape, layers, dtype) for shape in fused_layers(model).values()]
+    weights = [
+        [torch.randn(sum(bench.outputs), bench.x.shape[1], device="cuda", dtype=dtype) * 0.02 for _ in range(layers)]
+        for bench in benches
+    ]
+    for bench in benches:
+        bench.make_plan()
+
+    def step(adapted: bool) -> None:
+        for n in range(layers):
+            for bench, weight in zip(benches, weights):
+                torch.mm(bench.x, weight[n].T, out=bench.y)
+                if adapted:
+                    bench.run("pair", n)
+
+    base, adapted = microseconds(graph_of(lambda: step(False)), graph_of(lambda: step(True)))
+    read = sum(bench.bytes for bench in benches) * layers
+    row = {"workload": name, "op": "step", "base_ms": base / 1e3, "added_ms": (adapted - base) / 1e3, "bytes": read}
+    print(f"{name:24} step: base {base / 1e3:.3f} ms, added {row['added_ms']:.3f} ms, {read / 1e6:.0f} MB", flush=True)
+    return row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--only", default="", help="regular expression that a workload's name must match")
+    parser.add_argument("--parts", default="ops,step")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    dtype, rows, bandwidth = getattr(torch, options.dtype), [], copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, {options.model}, {options.dtype}, copy {bandwidth / 1e3:.0f} GB/s")
+    for name, workload in WORKLOADS.items():
+        if not re.search(options.only, name):
+            continue
+        if "ops" in options.parts:
+            rows += time_ops(name, workload, options.model, bandwidth, dtype)
+        if "step" in options.parts:
+            rows.append(time_step(name, workload, options.model, dtype))
+            torch.cuda.empty_cache()
+        record.save(options.json, rows, model=options.model, dtype=options.dtype, copy_gb_s=bandwidth / 1e3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Captured decoding on a GPU: replays against the same pass run eagerly, neighbours, storms, and the base's own graph.
+
+SCUTE_REPLAYS sets the number of compared replays (500). Three runners share one GPU, each in its own process: ours
+with and without programmatic dependent launch, and SGLang's without adapters.
+"""
+
+import os
+from statistics import median
+
+import pytest
+import torch
+from gpu_worker import SIZES, Worker
+from make_adapters import write_adapter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+REPLAYS = int(os.environ.get("SCUTE_REPLAYS", "500"))
+ADAPTERS = [
+    "lora", "lora_rank_pattern", "lora_embed_head", "dora", "dora_patterns", "ia3", "ia3_many_ff", "vera_all",
+    "vera_seed", "oft", "oft_block_share", "oft_head",
+]  # fmt: skip
+RESIDENT = ["lora", "dora", "vera_all", "oft"]  # one for every op, so that all batches with them use one variant
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Two layers, wide enough that every op runs several tiles, several chunks and several blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.03, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(base, root / name, name) for name in ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def workers(base):
+    """Started side by side. Their graphs are captured before any adapter exists (bug log B71)."""
+    running = {
+        "pdl": Worker("scute", base, SCUTE_PDL="1"),
+        "no_pdl": Worker("scute", base, SCUTE_PDL="0"),
+        "base": Worker("none", base),
+    }
+    yield running
+    for worker in running.values():
+        worker.close()
+
+
+@pytest.fixture(scope="module", params=["pdl", "no_pdl"])
+def worker(workers, folders, request):
+    ours = workers[request.param]
+    for name, folder in folders.items():
+        ours.load(name, folder)
+    yield ours
+    for name in folders:
+        ours.unload(name)
+
+
+def test_adapters_loaded_after_capture_take_effect(worker):
+    assert min(worker.effects(ADAPTERS).values()) > 0.01
+
+
+def test_replays_equal_the_same_pass_run_eagerly(worker):
+    result = worker.replays(steps=REPLAYS, seed=1)
+    assert result["mismatches"] == 0
+    assert len(result["steps_by_label"]) == 4, "a variant was never replayed"
+
+
+def test_a_row_does_not_depend_on_its_neighbours(worker):
+    assert worker.neighbours(steps=200, seed=2) == {"mismatches": 0}
+
+
+def test_loads_and_unloads_during_replays_change_no_answer(worker, folders):
+    residents = {f"resident_{name}": folders[name] for name in RESIDENT}
+    coming = {f"coming_{name}": folder for name, folder in folders.items()}
+    for name, folder in residents.items():
+        worker.load(name, folder)
+    before = worker.state()["pool"]
+    result = worker.storm(coming, list(residents), steps=300, seed=3)
+    for name in residents:
+        worker.unload(name)
+    assert result["mismatches"] == 0
+    assert result["pool"]["swap_ins"] > before["swap_ins"] + 100
+    assert result["pool"]["evictions"] > before["evictions"]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_without_adapters_the_base_graph_is_replayed(workers, rows):
+    assert workers["pdl"].kernels(rows) == workers["base"].kernels(rows)
+
+
+def test_without_adapters_a_replay_takes_the_base_s_time(workers):
+    ours, base = [], []
+    for _ in range(9):
+        base.append(workers["base"].milliseconds(max(SIZES)))
+        ours.append(workers["pdl"].milliseconds(max(SIZES)))
+    spread = (max(base) - min(base)) / median(base)
+    assert median(ours) / median(base) <= 1 + max(0.005, spread)

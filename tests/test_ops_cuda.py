@@ -1,0 +1,257 @@
+"""What only a GPU can show: sizes that need many units of work, tensor-core ranks, captured graphs.
+
+The other op tests run on the GPU too; these add shapes that are too large for the CPU ops' tests. The oracle is
+``reference.py`` in float64, computed on the GPU.
+"""
+
+import pytest
+import torch
+from ops_cases import DEVICES, Arena, make_plan
+from ops_checks import FLOAT32_SUM, same_bits, ulp
+
+from scute_sgl import layout, ops, reference
+
+pytestmark = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU and an extension built for it")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+WIDTHS = (1160, 264, 72)
+COLUMNS = (0, 1160, 1424, 1496)
+OUT_BEGIN = (8, 0, 100)
+ROTATIONS = [(32, False), (64, False), (1, False), (32, True), (None, False), (8, False)]
+
+
+class World:
+    """Tenants of one fused layer: each has ``ranks[slot % len]`` of the kinds that ``kinds`` names."""
+
+    def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0):
+        arena = Arena(dtype, torch.Generator().manual_seed(seed))
+        self.dtype, self.inputs, self.rank = dtype, inputs, max(*ranks, set_rank)
+        table = torch.full((tenants, len(WIDTHS), layout.FIELDS), -1, dtype=torch.int64)
+        set_out = max(map(sum, zip(WIDTHS, OUT_BEGIN)))
+        sets = []
+        for _ in range(2):
+            A = arena.put(layout.pack_a(arena.random(set_rank, inputs + 16, std=inputs**-0.5)))
+            B = arena.put(layout.pack_b(arena.random(set_out, set_rank)))
+            sets.append([A, B, layout.round_up(set_rank, 8), inputs + 16, set_out])
+        live = layout.DELTA * ("lora" in kinds) | layout.SHARED * ("vera" in kinds) | layout.ROTATED * ("oft" in kinds)
+        for slot in range(tenants):
+            rank = ranks[slot % len(ranks)]
+            for i, width in enumerate(WIDTHS):
+                entry, block, one = table[slot, i], 0, False
+                entry[layout.META] = layout.pack_meta(0)
+                if "lora" in kinds and rank:
+                    entry[layout.A] = arena.put(layout.pack_a(arena.random(rank, inputs, std=inputs**-0.5)))
+                    entry[layout.B] = arena.put(layout.pack_b(arena.random(width, rank)))
+                if "lora" in kinds and slot % 3 != 1:
+                    entry[layout.SCALE] = arena.put(arena.random(width, std=0.1))
+                if "lora" in kinds and slot % 3 != 2:
+                    entry[layout.BIAS] = arena.put(arena.random(width))
+                if "vera" in kinds and (slot + i) % 4:
+                    entry[layout.D] = arena.put(arena.random(layout.round_up(set_rank, 8)))
+                    entry[layout.E] = arena.put(arena.random(width))
+                if "oft" in kinds and slot % 5:
+                    block, one = ROTATIONS[(slot + i) % len(ROTATIONS)]
+                    block = block or inputs
+                    blocks = 1 if one else inputs // block
+                    entry[layout.ROTATION] = arena.put(arena.random(blocks, block, block, std=0.1))
+                entry[layout.META] = layout.pack_meta(layout.round_up(rank, 8), block, one)
+        arena.fill(layout.BLOCK)
+        self.arena, self.table, self.sets = torch.cat(arena.pieces).cuda(), table.cuda(), torch.tensor(sets).cuda()
+        self.slots = torch.tensor([[live, slot % 2] for slot in range(tenants)], dtype=torch.int32).cuda()
+
+    def tensor(self, rows, width, seed):
+        values = torch.randn(rows, width + 24, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.dtype).cuda()[:, 8 : 8 + width]
+
+    def partials(self, rows, slices, split):
+        chunks = -(-self.inputs // layout.K_CHUNK) if split else 1
+        stride = layout.round_up(self.rank, 8) + 8
+        return torch.full((chunks, rows + 3, slices * stride), torch.nan, device="cuda")
+
+
+def rows_of(popularity, rows, tenants):
+    generator = torch.Generator().manual_seed(rows)
+    anyone = torch.randint(-1, tenants, (rows,), generator=generator)
+    chosen = {
+        "distinct": torch.arange(rows) % tenants,
+        "uniform": anyone,
+        "skewed": torch.where(torch.rand(rows, generator=generator) < 0.8, min(1, tenants - 1), anyone),
+    }
+    return chosen[popularity].int().cuda()
+
+
+def check(got, want, terms, dtype):
+    got, want, terms = got.double(), want.double(), terms.double()
+    blank = want.isnan()
+    assert got[blank].isnan().all(), "written where nothing was to be written"
+    excess = ((got - want).abs().cpu() / (ulp(want.cpu(), dtype) + FLOAT32_SUM * terms.cpu()))[~blank.cpu()]
+    assert not excess.isnan().any(), f"{int(excess.isnan().sum())} of {excess.numel()} values are NaN"
+    wrong = int((excess > 1).sum())
+    assert wrong == 0, f"{wrong} of {excess.numel()} values off, the worst {excess.max():.3g} times the error allowed"
+
+
+def oracle(function, given, dtype):
+    signless = {name: given[name].abs() for name in ("x", "v", "y", "out") if name in given}
+    arena = given["arena"].view(dtype).abs().view(torch.uint8)
+    return function(**given), function(**given | signless | {"arena": arena})
+
+
+def tiles(world, row_slot, tile_rows):
+    plan = make_plan(row_slot, world.slots, tile_rows)
+    return {"arena": world.arena, "table": world.table, "plan": plan, "tile_rows": tile_rows, "module": 0}
+
+
+SHAPES = [  # inputs, ranks, tenants, rows, popularity, tile_rows, split
+    (4096, (16,), 16, 16, "distinct", 8, True),
+    (4096, (64,), 20, 20, "distinct", 8, True),
+    (4104, (8, 16, 24, 32, 40, 96, 256, 0), 17, 64, "uniform", 8, True),
+    (1544, (512, 8), 4, 7, "distinct", 8, True),
+    (1032, (1, 16, 0, 64), 300, 600, "distinct", 8, True),  # more tiles than a window of the work list holds
+    (14336, (16,), 1, 64, "distinct", 8, True),
+    (512, (16, 64), 5, 1000, "skewed", 64, False),
+    (2056, (16, 33, 128), 7, 4096, "uniform", 64, False),
+    (4096, (16,), 16, 1, "distinct", 8, True),
+]
+IDS = [f"{s[0]}in-r{max(s[1])}-{s[2]}tenants-{s[3]}rows-{s[4]}-tile{s[5]}" for s in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_shrink_and_expand(shape, dtype):
+    inputs, ranks, tenants, rows, popularity, tile_rows, split = shape
+    world = World(dtype, inputs, ranks, tenants)
+    common = tiles(world, rows_of(popularity, rows, tenants), tile_rows)
+    given = common | {"x": world.tensor(rows, inputs, 1), "slices": 3, "v": world.partials(rows, 3, split)}
+    want, terms = oracle(reference.shrink, given, dtype)
+    ops.shrink(**given)
+    check(given["v"], want, terms, torch.float32)
+    given = common | {"v": given["v"], "columns": COLUMNS, "y": world.tensor(rows, COLUMNS[-1] + 3, 2)}
+    want, terms = oracle(reference.expand, given, dtype)
+    ops.expand(**given)
+    check(given["y"], want, terms, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-4, 3e3])
+def test_expand_keeps_partial_sums_of_any_size(dtype, scale):
+    world = World(dtype, 512, (64, 16), 4)
+    common = tiles(world, rows_of("distinct", 9, 4), 8)
+    given = common | {"v": world.partials(9, 3, False), "columns": COLUMNS, "y": world.tensor(9, COLUMNS[-1], 2) * 0}
+    given["v"].normal_().mul_(scale)
+    if dtype == torch.float16:  # results within its range
+        given["arena"] = (world.arena.view(dtype) * min(1, 100 / scale)).view(torch.uint8)
+    want, terms = oracle(reference.expand, given, dtype)
+    ops.expand(**given)
+    check(given["y"], want, terms, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank, rows, tile_rows", [(256, 16, 8), (20, 200, 64), (256, 130, 64), (8, 5, 8)])
+def test_vera(rank, rows, tile_rows, dtype):
+    world = World(dtype, 1544, (8,), 9, "vera", set_rank=rank)
+    row_slot = rows_of("uniform", rows, 9)
+    given = tiles(world, row_slot, tile_rows) | {
+        "x": world.tensor(rows, 1544, 1), "row_slot": row_slot, "sets": world.sets, "columns": COLUMNS, "in_begin": 8,
+        "out_begin": OUT_BEGIN, "v": world.partials(rows, 1, tile_rows == 8), "y": world.tensor(rows, COLUMNS[-1], 2),
+    }  # fmt: skip
+    want, terms = oracle(reference.vera, given, dtype)
+    ops.vera(**given)
+    check(given["y"], want[1], terms[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 700])
+def test_rotate(rows, dtype):
+    world = World(dtype, 1344, (8,), 31, "oft")
+    given = {"x": world.tensor(rows, 1344, 1), "row_slot": rows_of("uniform", rows, 31), "arena": world.arena,
+             "table": world.table, "module": 0, "slices": 3}  # fmt: skip
+    given["out"] = torch.full((3, rows, 1344), torch.nan, dtype=dtype, device="cuda")
+    want, terms = oracle(reference.rotate, given, dtype)
+    ops.rotate(**given)
+    check(given["out"], want, terms, dtype)
+
+
+@pytest.mark.parametrize("tile_rows", [8, 64])
+@pytest.mark.parametrize("tenants", [1, 40, 3000])
+def test_plan_of_many_rows(tile_rows, tenants):
+    slots = torch.tensor([[[0, 1, 3, 2][slot % 4], slot // 7] for slot in range(tenants)], dtype=torch.int32)
+    row_slot = rows_of("skewed", 16384, tenants)
+    blank = torch.zeros(layout.plan_size(16384), dtype=torch.int32)
+    want, got = reference.plan(row_slot.cpu(), slots, tile_rows, blank), blank.cuda()
+    ops.plan(row_slot, slots.cuda(), tile_rows, got)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_misaligned_input():
+    world = World(torch.float16, 520, (16,), 3)
+    wide = torch.randn(5, 527, device="cuda", dtype=torch.float16)
+    given = tiles(world, rows_of("distinct", 5, 3), 8) | {"x": wide[:, 3:523], "slices": 3, "v": world.partials(5, 3, True)}
+    want, terms = oracle(reference.shrink, given, torch.float16)
+    ops.shrink(**given)
+    check(given["v"], want, terms, torch.float32)
+
+
+class Layer:
+    """All ops of one layer on fixed buffers, as a decoding step runs them."""
+
+    def __init__(self, world, rows, tile_rows=8):
+        self.world, self.rows, self.tile_rows = world, rows, tile_rows
+        self.row_slot = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
+        self.plan = torch.zeros(layout.plan_size(rows), dtype=torch.int32, device="cuda")
+        self.x0, self.y0 = world.tensor(rows, world.inputs, 1), world.tensor(rows, COLUMNS[-1], 2)
+        self.rotated = torch.empty(3, rows, world.inputs, dtype=world.dtype, device="cuda")
+        self.v, self.shared_v = world.partials(rows, 3, True), world.partials(rows, 1, True)
+        self.x, self.y = self.x0.clone(), self.y0.clone()
+
+    def step(self):
+        w = self.world
+        common = {"arena": w.arena, "table": w.table, "module": 0}
+        listed = {"plan": self.plan, "tile_rows": self.tile_rows}
+        ops.plan(self.row_slot, w.slots, self.tile_rows, self.plan)
+        self.x.copy_(self.x0)
+        self.y.copy_(self.y0)
+        for _ in range(4):
+            ops.rotate(self.x, self.row_slot, slices=3, out=self.rotated, **common)
+            ops.shrink(self.x, slices=3, v=self.v, **common, **listed)
+            ops.expand(self.v, columns=COLUMNS, y=self.y, **common, **listed)
+            ops.vera(self.x, self.row_slot, sets=w.sets, columns=COLUMNS, in_begin=8, out_begin=OUT_BEGIN,
+                     v=self.shared_v, y=self.y, **common, **listed)  # fmt: skip
+            self.x.add_(self.rotated[0], alpha=0.01)
+            self.y.mul_(0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_graph_replays_are_the_eager_run(dtype):
+    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft")
+    layer, generator = Layer(world, 24), torch.Generator().manual_seed(0)
+    layer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.step()
+    for turn in range(300):
+        batch = torch.randint(-1, 12 if turn % 3 else 2, (24,), generator=generator).int()
+        if turn % 7 == 0:
+            batch.fill_(-1)
+        layer.row_slot.copy_(batch)
+        results = []
+        for run in (graph.replay, layer.step):
+            for buffer in (layer.v, layer.shared_v, layer.rotated, layer.y):
+                buffer.fill_(torch.nan)
+            run()
+            results.append((layer.y.clone(), layer.x.clone()))
+        assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1]), f"replay {turn}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile_rows", [8, 64])
+def test_neighbours_change_no_bit(dtype, tile_rows):
+    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft")
+    crowd, alone = Layer(world, 150, tile_rows), Layer(world, 150, tile_rows)
+    batch = rows_of("skewed", 150, 12)
+    crowd.row_slot.copy_(batch)
+    crowd.step()
+    for row in range(0, 150, 13):
+        alone.row_slot.fill_(-1)
+        alone.row_slot[row] = batch[row]
+        alone.step()
+        assert same_bits(crowd.y[row], alone.y[row]) and same_bits(crowd.x[row], alone.x[row]), f"row {row}"
