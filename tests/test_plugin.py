@@ -124,6 +124,15 @@ def test_refused_environment(monkeypatch):
         hooks_args.refuse(arguments())
 
 
+def test_a_clients_cache_key_cannot_imitate_an_adapters():
+    from scute_sgl.hooks_requests import _tagged
+
+    # SGLang's prefix cache appends the adapter's id, 32 hexadecimal digits.
+    keys = [None, "", "a", "ab", "k1:a", "0" * 32, "k0:" + "0" * 32, "a" + "0" * 32]
+    final = [(_tagged(key) or "") + lora_id for key in keys for lora_id in ("", "0" * 32)]
+    assert len(set(final)) == len(final)
+
+
 # Hooks
 
 

@@ -13,7 +13,7 @@ from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from torch import Tensor
 
-from scute_sgl.graphs import Variant
+from scute_sgl.graphs import Variant, with_variants
 from scute_sgl.plan import BatchPlan
 from scute_sgl.pool import Pool
 
@@ -36,15 +36,19 @@ def built_by_manager() -> Iterator[None]:
 class Rows:
     """The rows of one kind of pass and their plan. Decoding has small tiles, and a small plan of its own."""
 
-    def __init__(self, pool: Pool, tile_rows: int):
+    def __init__(self, pool: Pool, tile_rows: int, capacity: int = 64):
         self.pool, self.tile_rows = pool, tile_rows
-        self.plan = BatchPlan(64, pool)
+        self.plan = BatchPlan(capacity, pool)
         self._planned = -1
 
     def write(self, row_slots: Tensor) -> None:
         if len(row_slots) > self.plan.capacity:
             self.plan = BatchPlan(1 << (len(row_slots) - 1).bit_length(), self.pool)
         self.plan.write(row_slots)
+        self.replan()
+
+    def replan(self) -> None:
+        """A forward pass begins: its first layer plans anew."""
         self._planned = -1
 
     def planned(self, rows: int) -> BatchPlan:
@@ -68,9 +72,10 @@ class ScuteBackend(BaseLoRABackend):
         self.variant = Variant()
         self._live = 0
 
-    def start(self, pool: Pool) -> None:
-        self.pool = pool
+    def start(self, pool: Pool, graph_rank: int) -> None:
+        self.pool, self.graph_rank = pool, graph_rank
         self._decode, self._extend = Rows(pool, DECODE_TILE), Rows(pool, EXTEND_TILE)
+        self._captured: Rows | None = None
         self._head = Rows(pool, EXTEND_TILE)
         self.body = self._decode
         self._head_slots: Tensor | None = None
@@ -80,12 +85,36 @@ class ScuteBackend(BaseLoRABackend):
         """LIVE bits that this forward pass serves: the batch's, or those of the graph being captured."""
         return self._live if self.variant.forced is None else self.variant.forced
 
+    @property
+    def stride(self) -> int:
+        """Columns of partial sums per slice: what the batch's largest rank needs; in a graph, what any batch may."""
+        return max(self.body.plan.rank_max, 8) if self.variant.forced is None else self.graph_rank
+
+    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
+        """Rows whose buffers graphs may capture: they are never replaced."""
+        self._captured = Rows(self.pool, DECODE_TILE, max_bs_in_cuda_graph * num_tokens_per_req)
+        self.body = self._captured
+
+    init_decode_cuda_graph_batch_info = init_cuda_graph_batch_info  # its name from SGLang 0.5.23 on
+
+    def capture_variants(self, graphs):
+        """``graphs`` of a decode runner, with a graph for every variant (see graphs.py)."""
+        return with_variants(graphs, self.variant, lambda: self._live, self._captured.replan)
+
+    @property
+    def fits_graph(self) -> bool:
+        """Whether the batch can be replayed: its rows are in the captured buffers, and no rank is too large."""
+        return not self._live or (self.body is self._captured and self.body.plan.rank_max <= self.graph_rank)
+
     def begin(self, slots: list[int], lengths: Sequence[int], head_lengths: Sequence[int] | None, decode: bool) -> None:
         """Prepare a batch: for each request its slot (-1: base) and rows, and how many of them the head sees (None: all)."""
         self._live = 0
         for slot in set(slots) - {-1}:
             self._live |= self.pool.live[slot]
-        self.body = self._decode if decode else self._extend
+        self.body = self._extend
+        if decode:
+            captured = self._captured is not None and sum(lengths) <= self._captured.plan.capacity
+            self.body = self._captured if captured else self._decode
         if self._live:
             self.body.write(_repeat(slots, lengths))
             self._head_slots = None if head_lengths is None else _repeat(slots, head_lengths)

@@ -40,11 +40,12 @@ class Variant:
             self.forced = None
 
 
-def with_variants(graphs, variant: Variant, live_of: Callable[[], int]):
+def with_variants(graphs, variant: Variant, live_of: Callable[[], int], begin_pass: Callable[[], None]):
     """Capture every variant of each shape on ``graphs`` (a BaseCudaGraphBackend); returns the same object.
 
-    ``live_of`` gives the LIVE bits of the batch that was prepared last. Every variant exists at every captured
-    size: the runner checks for a missing graph only when padding is disabled.
+    ``live_of`` gives the LIVE bits of the batch that was prepared last. ``begin_pass`` runs before every forward
+    of a capture, so that each, warm-ups and the captured one, plans its rows. Every variant exists at every
+    captured size: the runner checks for a missing graph only when padding is disabled.
     """
     capture_one, replay, can_run = graphs.capture_one, graphs.replay, graphs.can_run
 
@@ -52,9 +53,13 @@ def with_variants(graphs, variant: Variant, live_of: Callable[[], int]):
         return dataclasses.replace(shape_key, variant_label=f"{shape_key.variant_label or ''}@{live}")
 
     def capture_variants(shape_key, forward_fn, *args, **kwargs):
+        def forward():
+            begin_pass()
+            return forward_fn()
+
         for live in VARIANTS:
             with variant.forcing(live):
-                capture_one(key(shape_key, live), forward_fn, *args, **kwargs)
+                capture_one(key(shape_key, live), forward, *args, **kwargs)
 
     def replay_variant(shape_key, *args, **kwargs):
         return replay(key(shape_key, variant_of(live_of())), *args, **kwargs)

@@ -33,6 +33,7 @@ REFUSED = {
     "enable_mis": ((), "multi-item scoring calls the output head with other rows"),
     "enable_pdmux": ((), "two forward passes at a time would share one row plan"),
     "enable_quant_communications": ((), "a quantised all-reduce is not exact"),
+    "enable_session_radix_cache": ((), "a session's KV may come from the previous turn's adapter"),
     "enable_single_batch_overlap": ((), "layers would run outside the order that the row plan is made for"),
     "enable_streaming_session": ((), "a session's KV may come from the previous turn's adapter"),
     "enable_torch_compile": ((), "not tested yet"),

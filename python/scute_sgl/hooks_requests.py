@@ -55,7 +55,10 @@ def is_scute(manager) -> bool:
 
 
 def base_names(manager) -> set[str]:
-    return {"default", manager.served_model_name, manager.model_path}
+    """SGLang renames its model after an update of weights; the names of before stay the base's."""
+    sources = (manager, manager.server_args)
+    names = {getattr(source, name, None) for source in sources for name in ("served_model_name", "model_path")}
+    return {name for name in names if name} | {"default"}
 
 
 def resolve(manager, name: str | None) -> str | None:
@@ -145,6 +148,13 @@ def create_abort_task(original, self, obj):
     return original(self, obj)
 
 
+def parse_model_parameter(original, self, model):
+    """(base model, adapter or None) of a ``model``."""
+    if not is_scute(self.tokenizer_manager):
+        return original(self, model)
+    return self.tokenizer_manager.served_model_name, resolve(self.tokenizer_manager, model)
+
+
 def resolve_lora_path(original, self, request_model, explicit_lora_path):
     """OpenAI endpoints: the adapter that ``model`` names, else the body's ``lora_path``."""
     if not is_scute(self.tokenizer_manager):
@@ -198,6 +208,7 @@ HOOKS = [
     Hook(_TOKENIZER + "_init_req_state", init_req_state, ("obj",)),
     Hook(_TOKENIZER + "_validate_and_resolve_lora", validate_and_resolve_lora, ("obj",)),
     Hook(_TOKENIZER + "create_abort_task", create_abort_task, ("obj",)),
+    Hook(_OPENAI + "serving_base.OpenAIServingBase._parse_model_parameter", parse_model_parameter, ("model",)),
     Hook(_OPENAI + "serving_base.OpenAIServingBase._resolve_lora_path", resolve_lora_path, ("request_model", "explicit_lora_path")),
     Hook(_OPENAI + "serving_base.OpenAIServingBase.handle_request", handle_model_request, _MODEL),
     Hook(_OPENAI + "serving_responses.OpenAIServingResponses.create_responses", handle_model_request, _MODEL),

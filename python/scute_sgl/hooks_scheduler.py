@@ -35,6 +35,17 @@ def init_lora_manager(original, self):
     _manager = self.lora_manager
 
 
+def resolve_decode_backend(original, cuda_graph_runner):
+    graphs = original(cuda_graph_runner)
+    manager = _manager_of(cuda_graph_runner.model_runner)
+    return graphs if manager is None else manager.lora_backend.capture_variants(graphs)
+
+
+def can_run_graph(original, self, forward_batch):
+    manager = _manager_of(self.model_runner)
+    return (manager is None or manager.lora_backend.fits_graph) and original(self, forward_batch)
+
+
 def get_internal_state(original, self, recv_req):
     output = original(self, recv_req)
     if _manager is not None:
@@ -51,9 +62,22 @@ def update_weights(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
+def _manager_of(model_runner):
+    """Our manager, or None where there is none, as for a draft model."""
+    manager = getattr(model_runner, "lora_manager", None)
+    return manager if hasattr(manager, "tied_to_base") else None
+
+
+_RUNNER = "sglang.srt.model_executor.runner."
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 HOOKS = [
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", init_lora_manager),
+    Hook(
+        "sglang.srt.model_executor.runner_backend.utils.resolve_decode_backend",
+        resolve_decode_backend,
+        ("cuda_graph_runner",),
+    ),
+    Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", can_run_graph, ("forward_batch",)),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", get_internal_state, ("recv_req",)),
     Hook(_UPDATER + "update_weights_from_disk", update_weights),
     Hook(f"{_UPDATER}update_weights_from_distributed | {_UPDATER}load_weights_from_distributed", update_weights),

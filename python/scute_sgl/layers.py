@@ -9,6 +9,8 @@ adapters' part or none at all, gathering. A batch without adapters reaches the b
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
@@ -20,6 +22,9 @@ from scute_sgl import ops
 from scute_sgl.backend import DECODE_TILE, Rows, ScuteBackend
 from scute_sgl.layout import DELTA, K_CHUNK, ROTATED, SHARED
 from scute_sgl.targets import Site
+
+# A GEMM of few rows costs what reading W costs: up to here the slices' rotated inputs share one, stacked.
+STACKED_ROWS = 192
 
 
 def attach(model: torch.nn.Module, sites: list[Site], backend: ScuteBackend) -> None:
@@ -68,19 +73,14 @@ class Adapters:
         """The same for an embedding, whose input is ids that count from this rank's first."""
         if self.backend.live & DELTA:
             plan, pool = rows.planned(ids.shape[0]), self.backend.pool
-            v = torch.empty((1, ids.shape[0], _stride(plan)), dtype=torch.float32, device=ids.device)
+            v = torch.empty((1, ids.shape[0], self.backend.stride), dtype=torch.float32, device=ids.device)
             ops.lookup(ids, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, 0, held, y.dtype, v)
             ops.expand(v, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.columns, y)
 
     def _partials(self, rows: Rows, x: Tensor, slices: int) -> Tensor:
         """Scratch for sums over inputs. Few rows leave the GPU to many inputs: decoding sums its chunks apart."""
-        plan = rows.planned(x.shape[0])
         chunks = -(-x.shape[1] // K_CHUNK) if rows.tile_rows == DECODE_TILE else 1
-        return torch.empty((chunks, x.shape[0], slices * _stride(plan)), dtype=torch.float32, device=x.device)
-
-
-def _stride(plan) -> int:
-    return max(plan.rank_max, 8)
+        return torch.empty((chunks, x.shape[0], slices * self.backend.stride), dtype=torch.float32, device=x.device)
 
 
 class ScuteLinear(LinearMethodBase):
@@ -118,8 +118,11 @@ class ScuteLinear(LinearMethodBase):
         if len(rotated) == 1:
             return self.base.apply(layer, rotated[0], bias)
         bounds = self.adapters.columns
+        if len(rotated) * x.shape[0] <= STACKED_ROWS:
+            stacked = self.base.apply(layer, rotated.flatten(0, 1), bias).view(*rotated.shape[:2], -1)
+            return torch.cat([stacked[i, :, begin:end] for i, (begin, end) in enumerate(pairwise(bounds))], dim=1)
         y = x.new_empty((x.shape[0], bounds[-1]))
-        for part, begin, end in zip(rotated, bounds, bounds[1:]):
+        for part, (begin, end) in zip(rotated, pairwise(bounds), strict=True):
             y[:, begin:end] = torch.nn.functional.linear(
                 part, layer.weight[begin:end], None if bias is None else bias[begin:end]
             )

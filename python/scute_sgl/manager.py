@@ -79,7 +79,7 @@ class ScuteManager(LoRAManager):
             options.poison,
         )
         self.memory_pool = PoolSurface(self.pool, self.max_loras_per_batch)
-        self.lora_backend.start(self.pool)
+        self.lora_backend.start(self.pool, options.graph_rank)
         attach(self.base_model, sites, self.lora_backend)
         logger.info(f"scute: {len(self.targets)} modules, {self.pool.stats()['arena_bytes'] >> 20} MiB for adapters")
         for ref in lora_paths or []:
@@ -175,13 +175,6 @@ class ScuteManager(LoRAManager):
         """Counters and tenants, for /server_info."""
         tenants = {t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes} for t in self.tenants.values()}
         return {**self.stats, "pool": self.pool.stats(), "tenants": tenants}
-
-    # CUDA graphs
-
-    def init_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
-        raise RuntimeError("--lora-backend scute runs without CUDA graphs in this version: add --disable-cuda-graph")
-
-    init_decode_cuda_graph_batch_info = init_cuda_graph_batch_info
 
 
 def _live_slots(folded: list[Folded]) -> list[str]:

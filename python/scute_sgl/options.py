@@ -26,6 +26,7 @@ def _option(default, help: str):
 class Options:
     arena_mb: int = _option(0, "MiB of device memory for adapters; default: 256 on CPU, 10%% of a GPU up to 8192")
     allow_hub: bool = _option(False, "let load requests name Hugging Face hub adapters, which are then downloaded")
+    graph_rank: int = _option(512, "decoding batches with an adapter of a larger rank run without CUDA graphs")
     poison: bool = _option(False, "for tests: fill free adapter memory with NaN")
 
     @classmethod
