@@ -110,7 +110,8 @@ def run(as_json: bool = False) -> int:
             write_adapter(folder / "base", config, folder / name)
         say("Starting sglang.launch_server --enable-lora --lora-backend scute ...")
         started = time.monotonic()
-        with Server(folder / "base", folder / "server.log") as server:
+        flags = ["--skip-tokenizer-init", "--device", "cpu", "--dtype", "float32"]
+        with Server(folder / "base", folder / "server.log", flags) as server:
             say(f"Serving after {time.monotonic() - started:.0f} s. Loading the adapters and sending one mixed batch ...")
             for name in configs:
                 server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder / name)})
@@ -175,15 +176,15 @@ def table(rows: list[dict]) -> str:
 class Server:
     """``sglang.launch_server`` with the scute backend on a free loopback port, for the length of a with block."""
 
-    def __init__(self, model: Path, log: Path):
+    def __init__(self, model: Path, log: Path, flags: list[str]):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.model, self.log = model, log
+        self.model, self.log, self.flags = model, log, flags
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), "--skip-tokenizer-init"]
-        command += ["--device", "cpu", "--dtype", "float32", "--enable-lora", "--lora-backend", "scute"]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), *self.flags]
+        command += ["--enable-lora", "--lora-backend", "scute"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
