@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import metadata
 
 from scute_sgl.boot import has_gpu
 
@@ -18,22 +19,35 @@ def serve_command(model: str, flags: list[str]) -> list[str]:
     return command + flags
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scute", description="Serve PEFT adapters of many methods, exactly, with SGLang.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="sglang.launch_server with the scute backend", add_help=False)
-    serve.add_argument("model", help="path or hub name of the base model")
+    parser.add_argument("--version", action="version", version=f"scute {metadata.version('scute_sgl')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="sglang.launch_server with the scute backend",
+        usage="scute serve MODEL [any flag of sglang.launch_server]",
+        description="sglang.launch_server with the scute backend; on the CPU where there is no GPU.",
+        epilog="All flags, those of scute among them: python -m sglang.launch_server --help",
+        allow_abbrev=False,
+    )
+    serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if args.command == "serve":
         command = serve_command(args.model, rest)
         os.execv(command[0], command)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    from scute_sgl import demo as demonstration
+    from scute_sgl import demo
 
-    return demonstration.run(as_json=args.json)
+    return demo.run(as_json=args.json)
 
 
 if __name__ == "__main__":

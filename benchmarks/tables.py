@@ -1,0 +1,57 @@
+"""Result files as the Markdown tables of the README.
+
+    python benchmarks/tables.py                    # print them
+    python benchmarks/tables.py --write README.md  # put them between their markers in a file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def table(name: str) -> str:
+    """The table of a file in results/, with its date, device, versions and command."""
+    result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
+    return f"{exactness(result['rows'])}\n\n{caption}, [raw results](benchmarks/results/{name})."
+
+
+def exactness(rows: list[dict]) -> str:
+    lines = [
+        "| adapter | served by | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
+        errors = " | ".join(f"{row[key]:.2e}" for key in ("mean_error", "peft_error", "base_error", "p999_error"))
+        served_by = "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
+        lines.append(f"| {row['adapter']} | {served_by} | {row['dtype']} | {row['effect']:.3f} | {errors} | {share} |")
+    return "\n".join(lines)
+
+
+def block(name: str) -> str:
+    return f"<!-- table: {name} -->\n{table(name)}\n<!-- end -->"
+
+
+def updated(text: str) -> str:
+    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", lambda match: block(match[1]), text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in this file instead")
+    args = parser.parse_args()
+    if args.write:
+        args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(block(path.name) for path in sorted(RESULTS.glob("exactness_*.json"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What is served and what is refused, as Markdown generated from the code that decides it.
+
+    python -m scute_sgl.support                    # print the blocks
+    python -m scute_sgl.support --write README.md  # put them between their markers in a file
+
+Methods come from the METHODS table, the PEFT versions from each reader's docstring, flags from options.py and
+hooks_args.py. Only what no code states is written down here: one Support for each label that a reader gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from scute_sgl import hooks_args
+from scute_sgl.methods import METHODS
+from scute_sgl.options import Options
+
+
+@dataclass(frozen=True)
+class Support:
+    """``live`` are the slots that cost something in every step, for some adapter of the method."""
+
+    label: str  # Adapter.method
+    peft_type: str
+    served: str
+    live: str
+    folded: str
+    reads_weight: bool = False  # whether folding needs the base weight
+
+
+SUPPORT = (
+    Support(
+        "LORA", "LORA",
+        "rsLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`",
+        "b A B", "alpha / r → B; trained biases → b",
+    ),
+    Support(
+        "DORA", "LORA",
+        "all of LoRA but `lora_bias`; `embed_tokens` and `lm_head` too",
+        "s b A B", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
+    ),
+    Support(
+        "IA3", "IA3",
+        "any linear layer and `lm_head`, as feed-forward module or not",
+        "R s", "a gated `down_proj`'s vector → s of `up_proj`",
+    ),
+    Support(
+        "VERA", "VERA",
+        "saved or redrawn projections, any seed and rank, `bias`, any linear layer and `lm_head`",
+        "b A B d e", "A and B kept once for all adapters with equal ones",
+    ),
+    Support(
+        "OFT", "OFT",
+        "both Cayley forms, `block_share`, `coft`, `bias`, files since PEFT 0.16, any linear layer and `lm_head`",
+        "R b", "Cayley transform → R",
+    ),
+)  # fmt: skip
+
+
+def methods() -> str:
+    """The support table. ValueError if it and METHODS do not name the same methods."""
+    if {row.peft_type for row in SUPPORT} != METHODS.keys():
+        raise ValueError(f"SUPPORT is of {[row.peft_type for row in SUPPORT]}, METHODS of {[*METHODS]}")
+    lines = [
+        "| method | `peft_type` | what of it is served | live slots | folded when it loads | PEFT checked | verdict |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in SUPPORT:
+        verdict = "exact, reads W once" if row.reads_weight else "exact"
+        cells = (row.label, f"`{row.peft_type}`", row.served, row.live, row.folded, checked(row.peft_type), verdict)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "| any other | | | | | | refused: `unsupported_method` |"])
+
+
+def checked(peft_type: str) -> str:
+    """PEFT versions that a reader's docstring says it was checked against."""
+    _, found, text = METHODS[peft_type].__doc__.partition("Checked against")
+    if not found:
+        raise ValueError(f"{METHODS[peft_type].__name__} does not say what it was checked against")
+    return ", ".join(re.findall(r"\d+\.\d+\.\d+", text))
+
+
+def options() -> str:
+    lines = ["| flag | `Engine` keyword | meaning |", "| --- | --- | --- |"]
+    for option in fields(Options):
+        flag = f"--scute-{option.name.replace('_', '-')}" + ("" if option.type == "bool" else " N")
+        default = "" if option.type == "bool" or not option.default else f" (default {option.default})"
+        help = option.metadata["help"].replace("%%", "%")
+        lines.append(f"| `{flag}` | `scute_{option.name}` | {help}{default} |")
+    return "\n".join(lines)
+
+
+def refused_flags() -> str:
+    """Server settings that stop the start, those with one reason in one row."""
+    by_reason: dict[str, list[str]] = {}
+    for name, (served, why) in hooks_args.REFUSED.items():
+        but = f" (but {', '.join(map(str, served))})" if served else ""
+        by_reason.setdefault(why, []).append(f"`--{name.replace('_', '-')}`{but}")
+    for name, why in hooks_args.REFUSED_ENVIRONMENT.items():
+        by_reason.setdefault(why, []).append(f"`{name}`")
+    rows = sorted((", ".join(names), why) for why, names in by_reason.items())
+    return "\n".join(["| setting | why |", "| --- | --- |", *(f"| {names} | {why} |" for names, why in rows)])
+
+
+def refused_fields() -> str:
+    """Config fields that a reader knows and does not serve, with its advice."""
+    found = {name: advice for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items()}
+    return "\n".join(["| config field | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in found.items())])
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "methods": methods,
+    "options": options,
+    "refused flags": refused_flags,
+    "refused fields": refused_fields,
+}
+
+
+def block(name: str) -> str:
+    return f"<!-- generated: {name} -->\n{BLOCKS[name]()}\n<!-- end -->"
+
+
+def updated(text: str) -> str:
+    """``text`` with every generated block as it is now. ValueError for one of an unknown name."""
+
+    def anew(match: re.Match) -> str:
+        if match[1] not in BLOCKS:
+            raise ValueError(f"no block is named {match[1]!r}; blocks: {', '.join(BLOCKS)}")
+        return block(match[1])
+
+    return re.sub(r"<!-- generated: ([\w ]+) -->\n.*?<!-- end -->", anew, text, flags=re.DOTALL)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scute_sgl.support", description="Print what is served, as Markdown.")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the generated blocks in this file instead")
+    args = parser.parse_args(argv)
+    if args.write:
+        args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(map(block, BLOCKS)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
