@@ -32,7 +32,7 @@ CUDA_SOURCES = [
     "csrc/rotate.cu",
 ]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.cuh"))
-CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-Wall"]
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]  # torch adds -std=, which its headers decide
 
 
 def cuda_home() -> str | None:
@@ -62,7 +62,7 @@ def extension():
         "scute_sgl._C",
         CPU_SOURCES + CUDA_SOURCES,
         define_macros=[("SCUTE_WITH_CUDA", None), ("SCUTE_CUDA_ARCHS", f'"{cuda_archs()}"')],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": ["-std=c++17", "-O3"]},
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": ["-O3"]},
         **shared,
     )
 
