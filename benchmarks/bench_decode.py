@@ -36,7 +36,7 @@ def milliseconds(engine: EngineProcess, rows: list[str | None]) -> float:
     return (engine.seconds(rows, LONG) - engine.seconds(rows, SHORT)) / (LONG - SHORT) * 1e3
 
 
-def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, rounds: int) -> dict:
+def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, rounds: int, tp: int = 1) -> dict:
     """One row of the results; base and backend take turns."""
     workload = WORKLOADS[id]
     rows, alone = workload.rows(), [None] * workload.bs
@@ -51,14 +51,15 @@ def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, r
     return {
         "workload": id,
         "backend": backend,
+        "tp": tp,
         "bs": workload.bs,
         "tenants": len(workload.names()),
         "tpot_ms": round(tpot, 4),
         "base_ms": round(base_ms, 4),
         "ratio": round(tpot / base_ms, 4),
         "spread": round((max(base_times) - min(base_times)) / base_ms, 4),
-        "predicted_ms": round(base_ms + added_ms(workload), 4),
-        "target": workload.target,
+        "predicted_ms": round(base_ms + added_ms(workload), 4) if tp == 1 else None,  # the byte model is one GPU's
+        "target": workload.target if tp == 1 else None,
         "best_stock": workload.best,
         "rounds_ms": [round(t, 4) for t in times],
         "base_rounds_ms": [round(t, 4) for t in base_times],
@@ -67,7 +68,7 @@ def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, r
 
 def comparisons(rows: list[dict]) -> list[dict]:
     """The rows that divide one of our own workloads by another, where both are there."""
-    ours = {row["workload"]: row for row in rows if row["backend"] == "scute"}
+    ours = {row["workload"]: row for row in rows if row["backend"] == "scute" and row["predicted_ms"] is not None}
     result = []
     for id, c in COMPARISONS.items():
         if not {c.workload, c.reference} <= ours.keys():
@@ -78,6 +79,7 @@ def comparisons(rows: list[dict]) -> list[dict]:
             {
                 "workload": id,
                 "backend": "scute",
+                "tp": row.get("tp", 1),
                 "bs": row["bs"],
                 "tenants": row["tenants"],
                 "tpot_ms": row["tpot_ms"],
@@ -94,7 +96,8 @@ def comparisons(rows: list[dict]) -> list[dict]:
 
 def summary(rows: list[dict]) -> dict:
     """About our rows: added time fitted as a + bytes / b over ranks 8 to 64, and how well the byte model predicts."""
-    ours = {row["workload"]: row for row in rows if row["backend"] == "scute" and row["workload"] in WORKLOADS}
+    ours = {row["workload"]: row for row in rows if row["backend"] == "scute" and row["predicted_ms"] is not None}
+    ours = {id: row for id, row in ours.items() if id in WORKLOADS}
     added = {id: row["tpot_ms"] - row["base_ms"] for id, row in ours.items()}
     result = {}
     ranks = [id for id in RANKS if id in added]
@@ -133,7 +136,7 @@ def run(args) -> list[dict]:
     if not ids:
         return rows
     sizes = tuple(args.capture or sorted({WORKLOADS[id].bs for id in ids}))
-    settings = Settings(args.model, args.scratch, sizes, args.slots, args.memory)
+    settings = Settings(args.model, args.scratch, sizes, args.slots, args.memory, tp=args.tp)
     args.model.mkdir(parents=True, exist_ok=True)
     (args.model / "config.json").write_text(json.dumps(LLAMA_8B_CONFIG))
     this_run = record.header() | {"slots": args.slots, "capture": sizes}
@@ -142,7 +145,7 @@ def run(args) -> list[dict]:
         for start, group in starts(args.backend, ids, settings):
             with EngineProcess(*start) as engine:
                 for id in group:
-                    row = measure(id, args.backend, engine, base, args.rounds)
+                    row = measure(id, args.backend, engine, base, args.rounds, args.tp)
                     if args.backend == "scute":
                         engines.check_distinct(engine, WORKLOADS[id].names())
                     rows = [r for r in rows if (r["workload"], r["backend"]) != (id, args.backend)] + [row]
@@ -161,7 +164,7 @@ def line(row: dict) -> str:
     target = f"target {row['target']:.3f}" if row["target"] else ""
     return (
         f"{row['workload']:27} {row['backend']:20} {row['tpot_ms']:8.3f} ms  base {row['base_ms']:7.3f}  ratio "
-        f"{row['ratio']:6.3f}  spread {row['spread']:.3f}  predicted {row['predicted_ms']:7.3f}  {target}"
+        f"{row['ratio']:6.3f}  spread {row['spread']:.3f}  predicted {row['predicted_ms'] or float('nan'):7.3f}  {target}"
     )
 
 
@@ -172,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to merge the rows into")
     parser.add_argument("--again", action="store_true", help="measure workloads that the file already has")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel GPUs of every engine; one --out for each")
     parser.add_argument("--slots", type=int, default=1024, help="adapter slots of our engine")
     parser.add_argument("--capture", type=int, nargs="+", help="captured batch sizes; default: the workloads' own")
     parser.add_argument("--memory", type=float, default=0.7, help="mem_fraction_static of each of the two engines")

@@ -14,7 +14,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapters import write_adapter
@@ -24,6 +24,7 @@ from workloads import Kind
 STOCK = {"csgmv": "csgmv", "triton": "triton", "triton_experimental": "triton"}  # our name -> SGLang's
 EXPERIMENTAL = "SGLANG_EXPERIMENTAL_LORA_OPTI"
 INPUT = 128  # tokens of every prompt
+SHUTDOWN_SECONDS = 60
 MAX_TOKENS = 32768  # of KV cache: more than any workload needs, and two engines fit on one GPU
 
 PLAIN = {
@@ -45,10 +46,13 @@ class Settings:
     slots: int  # of our engine
     memory: float  # mem_fraction_static
     device: str = "cuda"
+    tp: int = 1  # tensor-parallel GPUs
+    more: dict = field(default_factory=dict)  # further arguments of SGLang's
 
     def arguments(self) -> dict:
         common = {"model_path": str(self.model), "load_format": "dummy", "random_seed": 0}
         common |= {"max_total_tokens": MAX_TOKENS, "skip_tokenizer_init": True, "log_level": "warning"}
+        common |= {"tp_size": self.tp} | self.more
         if self.device == "cpu":
             return common | {"device": "cpu", "dtype": "float32"}
         graphs = {"mem_fraction_static": self.memory, "cuda_graph_bs_decode": list(self.capture)}
@@ -112,11 +116,21 @@ class EngineProcess:
 
     def seconds(self, rows: list[str | None], new_tokens: int) -> float:
         """Wall time of a burst of one request per row, with that row's adapter (None: the base model)."""
-        return self._ask(_seconds, rows, new_tokens)
+        return self.ask(_seconds, rows, new_tokens)
 
     def state(self) -> dict:
         """What our engine tells of its adapters."""
-        return self._ask(_state)
+        return self.ask(_state)
+
+    def ask(self, function: Callable, *arguments, seconds: float | None = None):
+        """``function(engine, *arguments)`` in the engine's process; TimeoutError if it takes longer than ``seconds``."""
+        self._pipe.send((function, arguments))
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"{function.__name__} did not return within {seconds:.0f} s")
+        ok, answer = self._pipe.recv()
+        if not ok:
+            raise RuntimeError(f"the engine's process failed:\n{answer}")
+        return answer
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -126,14 +140,9 @@ class EngineProcess:
             self._pipe.send((_shutdown, ()))
         except OSError:
             pass  # it has failed and ended already
+        self._process.join(SHUTDOWN_SECONDS)
+        self._process.kill()  # it hangs; SGLang's processes end with their parent
         self._process.join()
-
-    def _ask(self, function: Callable, *arguments):
-        self._pipe.send((function, arguments))
-        ok, answer = self._pipe.recv()
-        if not ok:
-            raise RuntimeError(f"the engine's process failed:\n{answer}")
-        return answer
 
 
 def _host(pipe, start: Callable, arguments: tuple) -> None:

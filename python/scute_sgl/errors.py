@@ -29,6 +29,11 @@ class AdapterError(ValueError):
         self.code, self.hint, self.adapter, self.module, self.key = code, hint, adapter, module, key
         super().__init__(code, hint, adapter, module, key)
 
+    @classmethod
+    def of(cls, error: Exception) -> AdapterError:
+        """The refusal that an exception means: itself, or what an unforeseen one says."""
+        return error if isinstance(error, cls) else cls("bad_config", f"{type(error).__name__}: {error}")
+
     def named(self, adapter: str) -> AdapterError:
         """The same refusal, naming its adapter; readers below the loader do not know the name."""
         return AdapterError(self.code, self.hint, adapter=adapter, module=self.module, key=self.key)

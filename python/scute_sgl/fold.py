@@ -28,19 +28,20 @@ from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
+Share = Callable[[AdapterError | None], AdapterError | None]
 
 
 def fold_adapter(
     adapter: Adapter,
     targets: Mapping[str, Target],
     sum_over_tp: Callable[[Tensor], Tensor] = lambda part: part,
-    all_ok: Callable[[bool], bool] = lambda ok: ok,
+    share: Share = lambda own: own,
     adds_bias: bool = True,
 ) -> dict[int, tuple[Target, Folded]]:
     """Shard and fold every module: {row of the device table: (target, folded)}, in ascending order.
 
-    ``targets`` by HF module path. Everything that may fail runs before the one collective and under
-    :func:`agree`, so a refusal on one rank is a refusal on all and nobody waits for a sum that never comes.
+    ``targets`` by HF module path. Everything that may fail runs under :func:`agree` with ``share``,
+    so a refusal on one rank is a refusal on all and nobody waits for a sum that never comes.
     ``sum_over_tp`` gets one float64 vector on W's device, with the sums of squares of all split modules.
     AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base`` and what shard.py refuses.
     """
@@ -53,33 +54,37 @@ def fold_adapter(
         parts = [(t, shard(modules[t.path], t)) for t in sorted(map(targets.get, modules), key=lambda t: t.module)]
         return [(t, slots, _read_base(slots, t)) for t, slots in parts]
 
-    parts = agree(local_part, all_ok)
+    parts = agree(local_part, share)
     split = [squares for t, _, squares in parts if squares is not None and _splits_inputs(t)]
     sums = iter(sum_over_tp(torch.cat(split)).split([len(part) for part in split]) if split else ())
-    folded = {}
-    for t, slots, squares in parts:
-        if squares is not None and _splits_inputs(t):
-            squares = next(sums)
-        folded[t.module] = t, _fold(slots, t, squares, adds_bias)
-    return folded
+
+    def with_whole_norms() -> dict[int, tuple[Target, Folded]]:
+        folded = {}
+        for t, slots, squares in parts:
+            if squares is not None and _splits_inputs(t):
+                squares = next(sums)
+            folded[t.module] = t, _fold(slots, t, squares, adds_bias)
+        return folded
+
+    return agree(with_whole_norms, share)
 
 
-def agree(step: Callable[[], Result], all_ok: Callable[[bool], bool]) -> Result:
+def agree(step: Callable[[], Result], share: Share) -> Result:
     """Run a step that does not communicate; if it fails on any rank, it fails on all of them.
 
-    ``all_ok`` reduces a status word over the ranks (their logical and). A rank whose own step went well
-    raises AdapterError ``bad_config``; the rank that refused raises its own error.
+    ``share`` takes this rank's refusal, or None, and returns the first among all ranks' (Ranks.first_refusal). A rank
+    that refused raises its own error, the others that one.
     """
     result, error = None, None
     try:
         result = step()
     except Exception as caught:  # whatever it is, the other ranks wait for this one's status
         error = caught
-    everywhere = all_ok(error is None)
+    refusal = share(None if error is None else AdapterError.of(error))
     if error is not None:
         raise error
-    if not everywhere:
-        raise AdapterError("bad_config", "refused on another tensor-parallel rank; its log has the reason")
+    if refusal is not None:
+        raise refusal
     return result
 
 

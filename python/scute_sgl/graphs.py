@@ -30,6 +30,7 @@ class Variant:
 
     def __init__(self):
         self.forced: int | None = None
+        self.replays = 0
 
     @contextmanager
     def forcing(self, live: int) -> Iterator[None]:
@@ -62,6 +63,7 @@ def with_variants(graphs, variant: Variant, live_of: Callable[[], int], begin_pa
                 capture_one(key(shape_key, live), forward, *args, **kwargs)
 
     def replay_variant(shape_key, *args, **kwargs):
+        variant.replays += 1
         return replay(key(shape_key, variant_of(live_of())), *args, **kwargs)
 
     def can_run_variant(forward_batch, shape_key, *args, **kwargs):

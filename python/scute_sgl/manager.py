@@ -62,16 +62,17 @@ class ScuteManager(LoRAManager):
         """Called at the end of SGLang's constructor, before the KV cache takes the memory that is left."""
         self.configs, self.loras, self.lora_refs, self.num_pinned_loras = {}, {}, {}, 0
         self.tenants: dict[str, Tenant] = {}
-        self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0}
+        self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0, "rank_checks": 0}
         self.ranks = Ranks()
         options = Options.read()
+        self.check_ranks = options.check_ranks
         sites = targets.find_sites(self.base_model)
         if not sites:
             raise ValueError("--lora-backend scute found no layer in this model that adapters could change")
         self.targets = {target.path: target for site in sites for target in site.targets}
         self.base_shape = targets.base_shape(sites, self.dtype, self.base_hf_config.vocab_size)
         self.pool = Pool(
-            options.arena_bytes(self.device),
+            self.ranks.min(options.arena_bytes(self.device)),  # GPUs of one model may differ a little
             self.max_loras_per_batch,
             len(self.targets),
             self.device,
@@ -96,19 +97,19 @@ class ScuteManager(LoRAManager):
             return self.create_lora_update_result(False, str(error.named(ref.lora_name)))
         except Exception as error:
             logger.exception(f"loading adapter {ref.lora_name!r} failed")
-            refusal = AdapterError("bad_config", f"{type(error).__name__}: {error}", adapter=ref.lora_name)
-            return self.create_lora_update_result(False, str(refusal))
+            return self.create_lora_update_result(False, str(AdapterError.of(error).named(ref.lora_name)))
         return self.create_lora_update_result(True)
 
     @torch.no_grad()
     def _load(self, ref: LoRARef) -> None:
         """Read, fold and pack an adapter, and make it known. If any rank refuses it, all do."""
-        adapter = agree(lambda: self._read(ref), self.ranks.all_ok)
-        folded = fold_adapter(adapter, self.targets, self.ranks.sum, self.ranks.all_ok, adds_bias=self.ranks.rank == 0)
+        share = self.ranks.first_refusal
+        adapter = agree(lambda: self._read(ref), share)
+        folded = fold_adapter(adapter, self.targets, self.ranks.sum, share, adds_bias=self.ranks.rank == 0)
         pin = self.device.type == "cuda"
-        packed = agree(lambda: image.pack(folded, self.dtype, pin), self.ranks.all_ok)
+        packed = agree(lambda: image.pack(folded, self.dtype, pin), share)
         block_bytes = self.ranks.max(packed.nbytes)  # equal on all ranks, and so is every later decision
-        agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), self.ranks.all_ok)
+        agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), share)
         live = _live_slots([f for _, f in folded.values()])
         needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
         self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base)
@@ -159,7 +160,14 @@ class ScuteManager(LoRAManager):
         lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu")).tolist()
         heads = get_lm_head_pruned_lens(forward_batch)
         self.lora_backend.begin(slots, lengths, heads, decode=forward_batch.forward_mode.is_decode())
+        if self.check_ranks:
+            self.ranks.check_equal("the batch's adapters or their places", self._decisions(slots, lengths, heads))
+            self.stats["rank_checks"] += 1
         self._count(known)
+
+    def _decisions(self, *batch) -> bytes:
+        """Whatever of a forward pass must be the same on all ranks, the slot table on the device included."""
+        return repr((batch, self.lora_backend.live)).encode() + self.pool.decisions()
 
     def _known(self, uids: set[str | None]) -> set[str]:
         """An aborted request may outlive its adapter by a pass; its rows compute what nobody reads."""
@@ -174,7 +182,7 @@ class ScuteManager(LoRAManager):
     def state(self) -> dict:
         """Counters and tenants, for /server_info."""
         tenants = {t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes} for t in self.tenants.values()}
-        return {**self.stats, "pool": self.pool.stats(), "tenants": tenants}
+        return {**self.stats, "replays": self.lora_backend.variant.replays, "pool": self.pool.stats(), "tenants": tenants}
 
 
 def _live_slots(folded: list[Folded]) -> list[str]:

@@ -27,6 +27,7 @@ class Options:
     arena_mb: int = _option(0, "MiB of device memory for adapters; default: 256 on CPU, 10%% of a GPU up to 8192")
     allow_hub: bool = _option(False, "let load requests name Hugging Face hub adapters, which are then downloaded")
     graph_rank: int = _option(512, "decoding batches with an adapter of a larger rank run without CUDA graphs")
+    check_ranks: bool = _option(False, "for tests: compare the tensor-parallel ranks' decisions before every pass")
     poison: bool = _option(False, "for tests: fill free adapter memory with NaN")
 
     @classmethod

@@ -162,6 +162,14 @@ class Pool:
             "evictions": self._evictions,
         }
 
+    def decisions(self) -> bytes:
+        """Everything decided so far that ranks must have decided alike, and the slot table that the ops read."""
+        known = self._tenants.values()
+        tenants = sorted((t.name, t.slot, t.offset, t.size, t.used, t.pinned, t.forgotten) for t in known)
+        sets = sorted((s.name, s.row, s.offset, s.size) for s in self._sets.values())
+        host = (self._step, self._swap_ins, self._evictions, tenants, sets, self.live, self.ranks)
+        return repr(host).encode() + self.slots.cpu().numpy().tobytes()
+
     def _check_limits(self, tenant: Tenant) -> None:
         """Refuse what would leave a request waiting for ever: too large a tenant, too many or too large pins."""
         known = [t for t in self._tenants.values() if not t.forgotten] + [tenant]

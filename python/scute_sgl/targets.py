@@ -139,6 +139,8 @@ def _vocabulary(name: str, layer: torch.nn.Module) -> tuple[str, tuple[int, int]
     """The same for the embedding and the output head; rows past the vocabulary are padding."""
     if not isinstance(layer, VocabParallelEmbedding) or layer.num_embeddings != layer.org_vocab_size:
         return "", (0, 0), []
+    if layer.org_vocab_size <= (layer.tp_size - 1) * layer.num_embeddings_per_partition:
+        return "", (0, 0), []  # so small a vocabulary that padding is all that the last rank holds
     held = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
     if type(layer) is ParallelLMHead and name == "lm_head" and getattr(layer, "bias", None) is None:
         parts = [_Part("lm_head", layer.org_vocab_size, held[0], held[1] - held[0])]
