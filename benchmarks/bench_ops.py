@@ -1,8 +1,9 @@
 """Times the ops on one GPU: python benchmarks/bench_ops.py [--model llama-3.1-8b] [--only REGEX] [--json FILE].
 
 For each workload and fused layer one CUDA graph runs the op over many distinct sets of weights, more bytes than the
-L2 cache holds, as in a model whose layers follow one another; inputs stay in the cache, as in life. A line says what
-one launch (or pair) takes, how many adapter bytes it had to read a second, and that over the speed of a large copy.
+L2 cache holds, as in a model whose layers follow one another; inputs stay in the cache, as in life. VeRA's A and B
+are one pair for all sets, as PEFT shares them over a model's layers. A line says what one launch (or pair) takes, and
+in brackets how much of the speed of a large copy it reached, by the adapter bytes that it had to read.
 ``step`` lines add up a decoding step: a graph of all layers' base GEMMs with the adapters' ops against one without.
 """
 
@@ -67,19 +68,22 @@ WORKLOADS = {
 class Bench:
     """One fused layer of one workload, ``sets`` times with weights of its own."""
 
-    def __init__(self, workload: Workload, inputs: int, outputs: tuple[int, ...], sets: int, dtype: torch.dtype):
+    def __init__(
+        self, workload: Workload, inputs: int, outputs: tuple[int, ...], sets: int, dtype: torch.dtype, room: int = 0
+    ):
         self.kind, self.outputs, self.sets = workload.kind, outputs, sets
         self.columns = [sum(outputs[:i]) for i in range(len(outputs) + 1)]
         self.tile_rows, tenants, item = (8 if workload.rows <= 256 else 64), len(workload.ranks), dtype.itemsize
         self.size = 0
         table = torch.full((tenants, sets * len(outputs), layout.FIELDS), -1, dtype=torch.int64)
         shared = torch.full((sets, layout.SET_FIELDS), -1, dtype=torch.int64)
-        rank = max(workload.ranks)
+        rank, read = max(workload.ranks), 0
+        if self.kind == "vera":
+            pair = self._take(rank * inputs * item), self._take(rank * max(outputs) * item)
+            shared[:] = torch.tensor([*pair, rank, inputs, max(outputs)])
+            read = rank * (inputs + sum(outputs)) * item
+        common = self.size
         for n in range(sets):
-            if self.kind == "vera":
-                shared[n] = torch.tensor(
-                    [self._take(rank * inputs * item), self._take(rank * max(outputs) * item), rank, inputs, max(outputs)]
-                )
             for tenant, own in enumerate(workload.ranks):
                 for i, width in enumerate(outputs):
                     entry = table[tenant, n * len(outputs) + i]
@@ -91,7 +95,8 @@ class Bench:
                     else:
                         entry[layout.ROTATION] = self._take(inputs * own * item)
                         entry[layout.META] = layout.pack_meta(0, own)
-        self.bytes = self.size / sets  # what one launch, or pair of launches, has to read at least
+        # what one launch, or pair of launches, has to read; of VeRA's pair, as if nothing of it stayed in the cache
+        self.bytes = (self.size - common) / sets + read
         values = torch.empty(self.size // item, dtype=dtype, device="cuda")
         for part in values.split(1 << 27):
             part.normal_(0, inputs**-0.5)
@@ -104,7 +109,7 @@ class Bench:
         self.plan = torch.zeros(layout.plan_size(workload.rows), dtype=torch.int32, device="cuda")
         chunks = 1 if prefill else -(-inputs // layout.K_CHUNK)
         slices = 1 if self.kind == "vera" else len(outputs)
-        self.v = torch.zeros(chunks, workload.rows, slices * rank, device="cuda")
+        self.v = torch.zeros(chunks, workload.rows, slices * max(rank, room), device="cuda")
         self.x = torch.randn(workload.rows, inputs, device="cuda", dtype=dtype)
         self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
@@ -166,12 +171,15 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / microseconds(graph_of(lambda: target.copy_(source)))[0]
 
 
-def time_ops(name: str, workload: Workload, model: str, bandwidth: float, dtype: torch.dtype) -> list[dict]:
+def time_ops(
+    name: str, workload: Workload, model: str, bandwidth: float, dtype: torch.dtype, room: int
+) -> list[dict]:
     rows = []
     for layer, (inputs, outputs) in fused_layers(model).items():
         once = Bench(workload, inputs, outputs, 1, dtype).bytes
-        bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype)
+        bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype, room)
         bench.make_plan()
+        line = f"{name:24} {layer:8}"
         for part in ("shrink", "expand", "pair") if bench.kind == "lora" else (bench.kind,):
 
             def body(bench=bench, part=part):
@@ -183,17 +191,18 @@ def time_ops(name: str, workload: Workload, model: str, bandwidth: float, dtype:
             read = bench.bytes * share.get(part, sum(share.values())) / sum(share.values())
             row = {"workload": name, "layer": layer, "op": part, "us": taken, "bytes": read,
                    "gb_s": read / taken / 1e3, "share": read / taken / bandwidth}  # fmt: skip
-            print(f"{name:24} {layer:8} {part:7} {taken:8.2f} us {row['gb_s']:7.0f} GB/s {row['share']:6.1%}", flush=True)
+            line += f" {part} {taken:6.2f} us [{row['share']:4.0%}]"
             rows.append(row)
+        print(line, flush=True)
         del bench
         torch.cuda.empty_cache()
     return rows
 
 
-def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype) -> dict:
+def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, room: int) -> dict:
     """What the adapters' ops add to one step, in milliseconds, with the base's GEMMs between them."""
     layers = MODELS[model][0]
-    benches = [Bench(workload, *shape, layers, dtype) for shape in fused_layers(model).values()]
+    benches = [Bench(workload, *shape, layers, dtype, room) for shape in fused_layers(model).values()]
     weights = [
         [torch.randn(sum(bench.outputs), bench.x.shape[1], device="cuda", dtype=dtype) * 0.02 for _ in range(layers)]
         for bench in benches
@@ -221,6 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="regular expression that a workload's name must match")
     parser.add_argument("--parts", default="ops,step")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--room", type=int, default=0, help="ranks that partial sums have room for: graph_rank in serving")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     dtype, rows, bandwidth = getattr(torch, options.dtype), [], copy_bandwidth()
@@ -229,11 +239,11 @@ def main(arguments: list[str] | None = None) -> None:
         if not re.search(options.only, name):
             continue
         if "ops" in options.parts:
-            rows += time_ops(name, workload, options.model, bandwidth, dtype)
+            rows += time_ops(name, workload, options.model, bandwidth, dtype, options.room)
         if "step" in options.parts:
-            rows.append(time_step(name, workload, options.model, dtype))
+            rows.append(time_step(name, workload, options.model, dtype, options.room))
             torch.cuda.empty_cache()
-        record.save(options.json, rows, model=options.model, dtype=options.dtype, copy_gb_s=bandwidth / 1e3)
+        record.save(options.json, rows, model=options.model, dtype=options.dtype, room=options.room, copy_gb_s=bandwidth / 1e3)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,73 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Volatile, so that the compiler leaves the loads where they are written: before the wait.
-__device__ __forceinline__ uint4 load_weights(const void* p) {
+// What every launch reads first, or every layer again, is to stay in the L2 cache while the base's weights pass through.
+__device__ __forceinline__ uint64_t keep_policy() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+__device__ __forceinline__ int load_kept(const int* p) {
+#if __CUDA_ARCH__ >= 800
+  int word;
+  asm volatile("ld.global.L2::cache_hint.s32 %0, [%1], %2;" : "=r"(word) : "l"(p), "l"(keep_policy()));
+  return word;
+#else
+  return *p;
+#endif
+}
+__device__ __forceinline__ uint4 load_kept(const uint4* p) {
+#if __CUDA_ARCH__ >= 800
   uint4 w;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "l"(p));
+               : "l"(p), "l"(keep_policy()));
   return w;
+#else
+  return *p;
+#endif
+}
+__device__ __forceinline__ int64_t word64(uint32_t low, uint32_t high) {
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// Volatile, so that the compiler leaves the loads where they are written: before the wait.
+template <bool kKept = false>
+__device__ __forceinline__ uint4 load_weights(const void* p) {
+#ifdef __CUDA_ARCH__
+  uint4 w;
+  if constexpr (kKept && __CUDA_ARCH__ >= 800) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(p), "l"(keep_policy()));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(p));
+  }
+  return w;
+#else
+  return *static_cast<const uint4*>(p);
+#endif
+}
+__device__ __forceinline__ uint2 load_weights8(const void* p) {
+#ifdef __CUDA_ARCH__
+  uint2 w;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(p));
+  return w;
+#else
+  return *static_cast<const uint2*>(p);
+#endif
+}
+
+// Brings `size` bytes into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p, int size) {
+#ifdef __CUDA_ARCH__
+  for (int i = 0; i < size; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p) + i));
+#endif
 }
 
 // a / b for 0 <= a < 2^22 and 0 < b, faster than the exact instruction sequence.
@@ -61,11 +121,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) {
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
   } else {
-    // Volatile: hoisted out of a loop over tokens, the unpacked weights would not fit the registers.
-    float2 v;
-    asm volatile("shl.b32 %0, %1, 16;" : "=f"(v.x) : "r"(pair));
-    asm volatile("and.b32 %0, %1, 0xffff0000;" : "=f"(v.y) : "r"(pair));
-    return v;
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
 }
 
@@ -73,23 +129,6 @@ template <typename T>
 __device__ __forceinline__ uint32_t pack(T low, T high) {
   static_assert(sizeof(T) == 2);
   return *reinterpret_cast<uint16_t*>(&low) | static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(&high)) << 16;
-}
-
-// acc += sum of 8 products, in order.
-template <typename T>
-__device__ __forceinline__ float dot8(const uint4& w, const float4& low, const float4& high, float acc) {
-  float2 p = unpack<T>(w.x);
-  acc = fmaf(p.x, low.x, acc);
-  acc = fmaf(p.y, low.y, acc);
-  p = unpack<T>(w.y);
-  acc = fmaf(p.x, low.z, acc);
-  acc = fmaf(p.y, low.w, acc);
-  p = unpack<T>(w.z);
-  acc = fmaf(p.x, high.x, acc);
-  acc = fmaf(p.y, high.y, acc);
-  p = unpack<T>(w.w);
-  acc = fmaf(p.x, high.z, acc);
-  return fmaf(p.y, high.w, acc);
 }
 
 template <typename T>

@@ -1,5 +1,6 @@
 #include "expand_kernel.cuh"
 #include "ops.h"
+#include "prefill_expand.cuh"
 
 namespace scute::cuda {
 
@@ -10,8 +11,8 @@ void expand(const Tensor& v, const Tensor& arena, const Tensor& table, const Ten
   TORCH_CHECK(slices <= kMaxSlices, "slices is ", slices, "; want at most ", kMaxSlices);
   if (y.size(0) == 0) return;
   const c10::cuda::CUDAGuard guard(y.device());
-  const int rows = static_cast<int>(y.size(0));
-  const Plan view = plan_view(plan.data_ptr<int32_t>(), rows);
+  if (prefill::expand(v, arena, table, plan, tile_rows, module, columns, y)) return;  // what follows serves tiles of any size
+  const Plan view = plan_view(plan.data_ptr<int32_t>(), y.size(0));
 
   ExpandParams p{};
   p.v = v.const_data_ptr<float>();
@@ -24,8 +25,10 @@ void expand(const Tensor& v, const Tensor& arena, const Tensor& table, const Ten
   p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
   p.modules = static_cast<int>(table.size(1));
   p.slices = static_cast<int>(slices);
-  p.list = {view.header, view.tiles, view.perm, rows};
-  launch_expand<false>(y, columns, p);
+  p.list.count = view.header;
+  p.list.tiles = view.tiles;
+  p.list.perm = view.perm;
+  launch_expand<false>(y, columns, tile_rows, table.size(0), p);
 }
 
 }  // namespace scute::cuda

@@ -10,13 +10,16 @@ struct ExpandParams {
   const float* v;       // (chunks, rows, slices * stride), or (chunks, rows, stride) of a shared factor
   int64_t v_chunk, v_row, v_slice;
   int chunks, room;     // room: ranks that fit in v, a multiple of 8
+  int fit;              // numbers of a chunk of v that fit in shared memory, a multiple of 8
+  bool v_aligned, y_aligned;  // v for 16-byte, y for 8-byte accesses
   const char* arena;
   const Entry* table;   // of the first slice's module; modules entries between slots
   int modules, slices;
-  WorkList list;
+  WorkList list;        // turn: see Shape; unit: 512 columns of a slice
+  int turn_step;
   void* y;              // (rows, ...), y_stride elements between rows
   int64_t y_stride;
-  int columns[kMaxSlices + 1];
+  int columns[kMaxSlices + 1], units[kMaxSlices];
   // vera only: the rows of the shared B at which the layer's slices begin
   const SharedSet* sets;
   const int32_t* row_slot;
@@ -24,208 +27,193 @@ struct ExpandParams {
   int64_t out_begin[kMaxSlices];
 };
 
-__device__ __forceinline__ const Entry* row_entry(const ExpandParams& p, int row, int slice) {
-  const int slot = p.row_slot[row];
-  return slot >= 0 && slot < p.slots ? p.table + static_cast<int64_t>(slot) * p.modules + slice : nullptr;
+constexpr int kExpandThreads = 128, kExpandWarps = kExpandThreads / 32;
+constexpr int kUnitColumns = 512;                    // columns of an item of the smallest ranks
+constexpr int kStripe = 64;                          // columns of an item of the largest
+constexpr int kUnitStripes = kUnitColumns / kStripe; // one a turn, if any tenant may need so many
+
+// An item is 16 KB of B, more only beyond rank 128: the larger the rank, the fewer the columns.
+enum Shape { kNarrow, kMiddle, kWide, kDeep };  // ranks up to 16, 32, 64 and any
+__host__ __device__ __forceinline__ int shape_of(int rank8) {
+  return rank8 <= 16 ? kNarrow : rank8 <= 32 ? kMiddle : rank8 <= 64 ? kWide : kDeep;
+}
+__host__ __device__ __forceinline__ int shape_columns(int shape) { return kUnitColumns >> shape; }
+// Ranks that an item's products cover: what the operand is padded to with zeros.
+__host__ __device__ __forceinline__ int shape_ranks(int shape, int rank8) {
+  return shape == kDeep ? (rank8 + 127) / 128 * 128 : 16 << shape;
 }
 
-constexpr int kColumns = kThreads;  // of a unit of work: one a thread
-constexpr int kTensorBlocks = 4;    // rank blocks a step of a tensor-core product covers
-
-// From rank 32 on, products go to the tensor cores; those of shared factors, which have many rows, always.
-template <bool kShared>
-__host__ __device__ constexpr bool uses_tensor(int blocks) {
-  return kShared || blocks >= kTensorBlocks;
-}
-
-// Work of one piece: for every slice, every unit of columns weighs its rank blocks and one for y itself.
-template <bool kShared>
-struct ExpandCost {
-  const ExpandParams& p;
-
-  __device__ int units(int i) const { return (p.columns[i + 1] - p.columns[i] + kColumns - 1) / kColumns; }
-
-  __device__ int operator()(const Tile& tile, const int32_t* perm, Slice (&slice)[kMaxSlices]) const {
-    const Entry* entry = p.table + static_cast<int64_t>(tile.slot) * p.modules;
-    int cost = 0;
-#pragma unroll
-    for (int i = 0; i < kMaxSlices; ++i) {
-      slice[i] = {kAbsent, -1};
-      if (i >= p.slices) continue;
-      if constexpr (kShared) {
-        bool any = false;
-        for (int row = 0; row < tile.rows; ++row) {
-          const Entry* own = row_entry(p, perm[tile.begin + row], i);
-          any |= own && own->d != kAbsent;
-        }
-        if (any) slice[i] = {p.sets[tile.slot].b, static_cast<int>(p.sets[tile.slot].rank)};
-      } else {
-        const int64_t b = entry[i].b, scale = entry[i].scale, bias = entry[i].bias, meta = entry[i].meta;
-        if (b != kAbsent) slice[i] = {b, entry_rank(meta)};
-        else if (scale != kAbsent || bias != kAbsent) slice[i].rank8 = 0;
-      }
-      if (slice[i].rank8 >= 0) cost += units(i) * (slice[i].rank8 / 8 + 1);
-    }
-    return cost;
-  }
-};
-
-// Consecutive units of one piece and slice.
 struct ExpandItem {
-  int begin, rows, slot;     // of the piece
-  int slice, column, width;  // first column and number of columns of the slice
-  int blocks, units;         // rank blocks; units taken
-  const void* b;             // block 0, column 0
-  int64_t block;             // elements from one rank block to the next
+  const void* b;             // block 0, the item's first column
+  int block;                 // elements from one rank block to the next
+  const void *scale, *bias;  // at the item's first column; null: absent
+  int slot, begin, rows;     // of the piece
+  int slice, column, width;  // first column in the slice; columns from there to the slice's end
+  int blocks;                // rank blocks
 };
-
-// Units that a pass takes at most: what fits the eight 16-byte registers a lane has for weights.
-__host__ __device__ constexpr int column_units(int blocks) { return blocks == 3 ? 2 : 4; }
-template <bool kShared>
-__device__ __forceinline__ int pass_units(int blocks) {
-  return !uses_tensor<kShared>(blocks) ? column_units(blocks) : blocks <= kTensorBlocks ? 2 : 1;
-}
-
-// A unit belongs to the CTA in whose stretch it begins.
-template <typename T, bool kShared>
-__device__ bool next_item(const ExpandParams& p, Cursor<ExpandCost<kShared>>& cursor, ExpandItem& item) {
-  for (;;) {
-    Piece piece;
-    if (!cursor.find(piece)) return false;
-    int rest = piece.offset;
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < kMaxSlices; ++i) {
-      const Slice slice = cursor.shared.slice[i][piece.index];
-      if (found || slice.rank8 < 0) continue;
-      const int blocks = slice.rank8 / 8, weight = blocks + 1, units = cursor.cost.units(i);
-      if (rest >= units * weight) {
-        rest -= units * weight;
-        continue;
-      }
-      const int unit = quotient(rest + weight - 1, weight);
-      cursor.position += unit * weight - rest;
-      rest = 0;
-      if (unit == units) continue;
-      found = true;
-      if (cursor.position >= cursor.limit) return false;
-      const int left = quotient(min(cursor.limit - cursor.position, 8 * weight) + weight - 1, weight);
-      item.units = min(min(pass_units<kShared>(blocks), units - unit), left);
-      cursor.position += item.units * weight;
-      item.begin = piece.begin;
-      item.rows = piece.rows;
-      item.slot = piece.slot;
-      item.slice = i;
-      item.column = unit * kColumns;
-      item.width = p.columns[i + 1] - p.columns[i];
-      item.blocks = blocks;
-      item.block = (kShared ? p.sets[piece.slot].out : item.width) * 8;
-      item.b = reinterpret_cast<const T*>(p.arena + slice.offset) + (kShared ? p.out_begin[i] * 8 : 0);
-    }
-    if (found) return true;
-  }
-}
-
-// What the threads of a CTA share about the piece and slice at hand.
-struct Staged {
-  int begin, slice;
-  int row[kTokens];
-  bool live[kTokens];
-  float unscale[kTokens];
-  const void *scale, *bias;
-  const void* e[kTokens];
-};
-
-// v as the tensor cores take it: 16 bit, a high and a low part, rows padded against bank conflicts.
-__host__ __device__ inline int operand_units(int room) { return 4 * ((room + 31) / 32 | 1); }  // of 16 bytes, a row
-inline size_t staging_bytes(int room) {
-  return kTokens * (room * sizeof(float) + 2 * operand_units(room) * sizeof(uint4));
-}
 
 template <typename T>
 __device__ __forceinline__ const T* optional(const char* arena, int64_t offset) {
   return offset == kAbsent ? nullptr : reinterpret_cast<const T*>(arena + offset);
 }
 
-// Sums the chunks of v in order into values[token][room]; for tensor cores also as high + low, times a power of two.
 template <typename T, bool kShared>
-__device__ __forceinline__ void stage(const ExpandParams& p, const ExpandItem& item, Staged& s, float* values,
-                                      uint4* high, uint4* low, bool tensor) {
-  if (s.begin == item.begin && s.slice == item.slice) return;
-  __syncthreads();
-  const int rank8 = item.blocks * 8;
-  if (threadIdx.x < item.rows) {
-    const int token = threadIdx.x, row = p.list.perm[item.begin + token];
-    s.row[token] = row;
-    if constexpr (kShared) {
-      const Entry* entry = row_entry(p, row, item.slice);
-      s.live[token] = entry && entry->d != kAbsent;
-      s.e[token] = s.live[token] ? p.arena + entry->e : nullptr;
-    }
-  }
-  if (!kShared && threadIdx.x == kThreads - 1) {
-    const Entry& entry = p.table[static_cast<int64_t>(item.slot) * p.modules + item.slice];
-    s.scale = optional<T>(p.arena, entry.scale);
-    s.bias = optional<T>(p.arena, entry.bias);
-  }
-  for (int i = threadIdx.x; i < item.rows * rank8; i += kThreads) {
-    const int token = quotient(i, rank8), r = i - token * rank8, row = p.list.perm[item.begin + token];
-    const float* from = p.v + row * p.v_row + item.slice * p.v_slice + r;
-    float sum = from[0];
-#pragma unroll 4
-    for (int c = 1; c < p.chunks; ++c) sum += from[c * p.v_chunk];
-    if constexpr (kShared) {
-      const Entry* entry = row_entry(p, row, item.slice);
-      const T* d = entry ? optional<T>(p.arena, entry->d) : nullptr;
-      sum = d ? sum * to_float(d[r]) : 0;
-    }
-    values[token * p.room + r] = sum;
-  }
-  __syncthreads();
-  if (sizeof(T) == 2 && tensor) {
-    const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, units = operand_units(p.room);
-    for (int token = threadIdx.x / 32; token < kTokens; token += kWarps) {
-      int shift = 0;
-      if constexpr (std::is_same_v<T, __half>) {
-        // fp16 has few exponents: bring the row's largest value near 2^10. A row's scale depends on that row only.
-        float largest = 0;
-        if (token < item.rows)
-          for (int r = lane; r < rank8; r += 32) largest = fmaxf(largest, fabsf(values[token * p.room + r]));
-        for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-        const int exponent = __float_as_int(largest) >> 23 & 0xff;  // biased by 127
-        if (largest > 0 && exponent < 255) shift = max(-126, min(126, 127 + 10 - exponent));
-      }
-      const float scale = __int_as_float((127 + shift) << 23);
-      if (lane == 0) s.unscale[token] = __int_as_float((127 - shift) << 23);
-      T* high_row = reinterpret_cast<T*>(high + token * units);
-      T* low_row = reinterpret_cast<T*>(low + token * units);
-      for (int r = lane; r < padded; r += 32) {
-        const float value = token < item.rows && r < rank8 ? values[token * p.room + r] * scale : 0;
-        high_row[r] = from_float<T>(value);
-        low_row[r] = from_float<T>(value - to_float(high_row[r]));
-      }
-    }
-  }
-  if (threadIdx.x == 0) s.begin = item.begin, s.slice = item.slice;
-  __syncthreads();
-}
+struct ExpandResolve {
+  const ExpandParams& p;
 
-template <typename T>
-__device__ __forceinline__ T* output(const ExpandParams& p, const ExpandItem& item, int row, int column) {
-  return static_cast<T*>(p.y) + row * p.y_stride + p.columns[item.slice] + column;
-}
+  __device__ bool operator()(const Place& place, ExpandItem& item) const {
+    int slice = 0, unit = place.unit;
+#pragma unroll
+    for (int i = 0; i + 1 < kMaxSlices; ++i)
+      if (slice == i && unit >= p.units[i]) unit -= p.units[i], ++slice;
+    const int stripe = place.turn * p.turn_step, column = unit * kUnitColumns + stripe * kStripe;
+    const int width = p.columns[slice + 1] - p.columns[slice];
+    int64_t b, out = width, scale = kAbsent, bias = kAbsent;
+    int rank8;
+    if constexpr (kShared) {
+      const SharedSet& set = p.sets[place.slot];
+      out = set.out;
+      if (p.out_begin[slice] + width > out) return false;  // then no tenant of the set adapts this slice
+      rank8 = static_cast<int>(set.rank);
+      b = set.b + p.out_begin[slice] * 8 * sizeof(T);
+    } else {
+      const uint4* entry = reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(place.slot) * p.modules + slice);
+      const uint4 factors = load_kept(entry), vectors = load_kept(entry + 1), meta = load_kept(entry + 3);
+      b = word64(factors.z, factors.w);
+      scale = word64(vectors.x, vectors.y);
+      bias = word64(vectors.z, vectors.w);
+      rank8 = b == kAbsent ? 0 : entry_rank(word64(meta.z, meta.w));
+      if (rank8 == 0 && scale == kAbsent && bias == kAbsent) return false;
+    }
+    item.b = reinterpret_cast<const T*>(p.arena + b) + static_cast<int64_t>(column) * 8;
+    item.block = static_cast<int>(out) * 8;
+    item.scale = scale == kAbsent ? nullptr : optional<T>(p.arena, scale) + column;
+    item.bias = bias == kAbsent ? nullptr : optional<T>(p.arena, bias) + column;
+    item.slot = place.slot;
+    item.begin = place.begin;
+    item.rows = place.rows;
+    item.slice = slice;
+    item.column = column;
+    item.width = width - column;
+    item.blocks = rank8 / kRankStep;
+    const int stripes = sizeof(T) == 2 ? kUnitStripes >> shape_of(rank8) : kUnitStripes;
+    return item.width > 0 && (stripe & (stripes - 1)) == 0;
+  }
+};
 
-// One read (`before`) and one rounding of y.
+// What the threads of a CTA share about an item's rows.
+struct ExpandRows {
+  int row[kTokens];
+  float unscale[kTokens];
+  const void *d[kTokens], *e[kTokens];  // vera only; null: the row's tenant has none for this slice
+};
+
+// Called by kTokens threads.
 template <typename T, bool kShared>
-__device__ __forceinline__ void finish(const Staged& s, int token, int column, float before, float delta, T* y) {
+__device__ __forceinline__ void look_up_row(const ExpandParams& p, const ExpandItem& item, ExpandRows& rows, int token) {
+  if (token >= item.rows) return;
+  const int row = p.list.perm[item.begin + token];
+  rows.row[token] = row;
   if constexpr (kShared) {
-    if (!s.live[token]) return;
-    delta *= to_float(static_cast<const T*>(s.e[token])[column]);
-  } else {
-    if (s.scale) delta = fmaf(before, to_float(static_cast<const T*>(s.scale)[column]), delta);
-    if (s.bias) delta += to_float(static_cast<const T*>(s.bias)[column]);
+    const int slot = p.row_slot[row];
+    rows.d[token] = rows.e[token] = nullptr;
+    if (slot < 0 || slot >= p.slots) return;
+    const uint4* entry = reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(slot) * p.modules + item.slice);
+    const uint4 vectors = load_kept(entry + 2);
+    const int64_t d = word64(vectors.x, vectors.y);
+    if (d == kAbsent) return;
+    rows.d[token] = p.arena + d;
+    rows.e[token] = reinterpret_cast<const T*>(p.arena + word64(vectors.z, vectors.w)) + item.column;
+    prefetch(rows.d[token], item.blocks * 8 * sizeof(T));
+    prefetch(rows.e[token], min(item.width, shape_columns(shape_of(item.blocks * 8))) * sizeof(T));
   }
-  *y = from_float<T>(before + delta);
+}
+
+// Shared memory: operands, then v's chunks, whose place the results take. A row of operands is [blocks of 8 ranks]
+// [high, low][8 ranks] in 16 bit, made in place of a row of 32-bit sums; 16 bytes more keep rows off each other's banks.
+__host__ __device__ __forceinline__ int operand_row(int room) { return shape_ranks(shape_of(room), room) * 4 + 16; }
+constexpr int kResultBytes = kTokens * (kUnitColumns + 4) * sizeof(float);
+
+// Adds up the chunks of v in order, one sum for each (token, rank), into `sums` (rows `sum_row` floats apart). v comes
+// through `space`, in pieces of as many tokens and ranks as fit there. Warp w does tokens w, w + 4.
+template <typename T, bool kShared>
+__device__ __forceinline__ void sum_chunks(const ExpandParams& p, const ExpandItem& item, const ExpandRows& rows, float* space,
+                                           float* sums, int sum_row) {
+  const int rank8 = item.blocks * 8, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (rank8 == 0) return;
+  const int ranks = min(rank8, p.fit), tokens = ranks < rank8 ? 1 : quotient(p.fit, ranks);
+  const float* v = p.v + item.slice * p.v_slice;
+  for (int token0 = 0; token0 < item.rows; token0 += tokens) {
+    const int last = min(item.rows, token0 + tokens);
+    for (int rank0 = 0; rank0 < rank8; rank0 += ranks) {
+      if (token0 + rank0) __syncthreads();
+      const int fours = min(ranks, rank8 - rank0) / 4, all = (last - token0) * fours;
+      for (int i = lane; i < all; i += 32) {
+        const int token = quotient(i, fours);
+        const float* from = v + rows.row[token0 + token] * p.v_row + rank0 + (i - token * fours) * 4;
+#pragma unroll 2
+        for (int chunk = warp; chunk < p.chunks; chunk += kExpandWarps) {
+          float* to = space + (chunk * all + i) * 4;
+          if (p.v_aligned) {
+            cp_async16(to, from + chunk * p.v_chunk, true);
+          } else {
+#pragma unroll 1
+            for (int j = 0; j < 4; ++j) to[j] = from[chunk * p.v_chunk + j];
+          }
+        }
+      }
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+      for (int token = warp; token < last; token += kExpandWarps) {
+        if (token < token0) continue;
+        for (int r = lane; r < fours * 4; r += 32) {
+          const float* from = space + (token - token0) * fours * 4 + r;
+          float sum = from[0];
+#pragma unroll 4
+          for (int c = 1; c < p.chunks; ++c) sum += from[c * all * 4];
+          if constexpr (kShared) {
+            const T* d = static_cast<const T*>(rows.d[token]);
+            sum = d ? sum * to_float(d[rank0 + r]) : 0;
+          }
+          sums[token * sum_row + rank0 + r] = sum;
+        }
+      }
+    }
+  }
+  __syncwarp();
+}
+
+// Turns each row's sums, in place, into two 16-bit numbers that add up to the sum times a power of two. A row's power
+// depends on that row only. Each warp does the tokens that it summed; rows that are not there stay garbage, as do their
+// results.
+template <typename T>
+__device__ __forceinline__ void split_sums(const ExpandItem& item, ExpandRows& rows, float* sums, int sum_row, int padded) {
+  const int rank8 = item.blocks * 8, lane = threadIdx.x % 32;
+  for (int token = threadIdx.x / 32; token < item.rows; token += kExpandWarps) {
+    float* row = sums + token * sum_row;
+    int shift = 0;
+    if constexpr (std::is_same_v<T, __half>) {
+      // fp16 has few exponents: bring the row's largest value near 2^10.
+      float largest = 0;
+      for (int r = lane; r < rank8; r += 32) largest = fmaxf(largest, fabsf(row[r]));
+      for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      const int exponent = __float_as_int(largest) >> 23 & 0xff;  // biased by 127
+      if (largest > 0 && exponent < 255) shift = max(-126, min(126, 127 + 10 - exponent));
+    }
+    const float scale = __int_as_float((127 + shift) << 23);
+    if (lane == 0) rows.unscale[token] = __int_as_float((127 - shift) << 23);
+    for (int r = lane; r < (padded + 31) / 32 * 32; r += 32) {
+      const float value = r < rank8 ? row[r] * scale : 0;
+      __syncwarp();
+      if (r < padded) {
+        T* high = reinterpret_cast<T*>(row) + r / 8 * 16 + r % 8;
+        high[0] = from_float<T>(value);
+        high[8] = from_float<T>(value - to_float(high[0]));
+      }
+      __syncwarp();
+    }
+  }
 }
 
 }  // namespace scute::cuda

@@ -39,20 +39,17 @@ struct Tile {
   int32_t slot, begin, rows, unused;
 };
 
-// View of a plan buffer for at most n rows.
+// View of a plan buffer for at most n rows. Tiles come first: kernels read them whole, and so they stay aligned for any n.
 struct Plan {
   int32_t* header;  // tiles, shared tiles, live bits
-  int32_t* perm;
-  Tile* tiles;
-  int32_t* shared_perm;
-  Tile* shared_tiles;
+  Tile *tiles, *shared_tiles;
+  int32_t *perm, *shared_perm;
 };
 
 SCUTE_HD inline Plan plan_view(int32_t* words, int64_t n) {
-  int32_t* perm = words + kPlanHeader;
-  int32_t* tiles = perm + n;
-  int32_t* shared_perm = tiles + 4 * n;
-  return {words, perm, reinterpret_cast<Tile*>(tiles), shared_perm, reinterpret_cast<Tile*>(shared_perm + n)};
+  Tile* tiles = reinterpret_cast<Tile*>(words + kPlanHeader);
+  int32_t* perm = reinterpret_cast<int32_t*>(tiles + 2 * n);
+  return {words, tiles, tiles + n, perm, perm + n};
 }
 
 inline int64_t plan_rows(int64_t words) { return (words - kPlanHeader) / 10; }

@@ -1,5 +1,7 @@
-#include "ops.h"
 #include "shrink.cuh"
+
+#include "ops.h"
+#include "prefill_shrink.cuh"
 
 namespace scute::cuda {
 
@@ -9,21 +11,36 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
   TORCH_CHECK(slices <= kMaxSlices, "slices is ", slices, "; want at most ", kMaxSlices);
   if (x.size(0) == 0) return;
   const c10::cuda::CUDAGuard guard(x.device());
-  const int rows = static_cast<int>(x.size(0));
+  if (prefill::shrink(x, arena, table, plan, tile_rows, module, slices, v)) return;  // what follows serves tiles of any size
+  const int64_t rows = x.size(0);
   const Plan view = plan_view(plan.data_ptr<int32_t>(), rows);
 
   ShrinkParams p{};
+  const bool aligned = set_input(p, x);
   p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
   p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
   p.modules = static_cast<int>(table.size(1));
-  p.slices = static_cast<int>(slices);
-  p.list = {view.header, view.tiles, view.perm, rows};
   p.v = v.data_ptr<float>();
-  p.v_chunk = v.stride(0);
+  p.v_part = v.stride(0);
   p.v_row = v.stride(1);
   p.stride = v.size(2) / slices;
-  p.chunks = static_cast<int>(v.size(0));
-  launch_shrink<false>(x, p);
+  p.span = kGroups * 16;
+  p.part = v.size(0) == 1 ? p.in : kChunk;
+  p.parts = Divisor(v.size(0));
+  p.list.count = view.header;
+  p.list.tiles = view.tiles;
+  p.list.perm = view.perm;
+  divide_work(p.list, rows, tile_rows, table.size(0), slices * v.size(0), (p.stride + p.span - 1) / p.span);
+  static const int ctas = tuned("SCUTE_SHRINK_CTAS", 6);
+  const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * ctas);
+  if (grid == 0) return;
+  SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {
+    auto* kernel = shrink_simple_kernel<scalar_t, false>;
+    if constexpr (sizeof(scalar_t) == 2) {
+      if (aligned) kernel = shrink_kernel<scalar_t>;
+    }
+    launch(kernel, grid, kShrinkThreads, 0, true, p);
+  });
 }
 
 }  // namespace scute::cuda

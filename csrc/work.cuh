@@ -1,126 +1,122 @@
-// Division of a launch's work among a fixed grid: nothing in the launch depends on the batch.
+// Division of a launch's work among its CTAs: by plain arithmetic on sizes that the host knows, never by the batch.
 #pragma once
 #include "common.cuh"
 
 namespace scute::cuda {
 
-constexpr int kThreads = 128;  // of every work-list kernel: four warps
-constexpr int kWarps = kThreads / 32;
 constexpr int kTokens = 8;     // rows a tensor-core product takes; longer tiles are cut into pieces of 8
 constexpr int kMaxSlices = 4;  // of a fused layer
 
+// Division by a number that the host knows, of numbers below 2^31.
+struct Divisor {
+  uint32_t value = 1, magic = 1u << 31;
+  int shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(int64_t by) : value(static_cast<uint32_t>(by)) {
+    int log = 0;
+    while ((int64_t{1} << log) < by) ++log;
+    shift = 31 + log;
+    magic = static_cast<uint32_t>(((uint64_t{1} << shift) + value - 1) / value);
+  }
+  __device__ __forceinline__ int quotient(int a) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(a)) * magic >> shift);
+  }
+  // Leaves the remainder in `a`.
+  __device__ __forceinline__ int split(int& a) const {
+    const int q = quotient(a);
+    a -= q * static_cast<int>(value);
+    return q;
+  }
+};
+
+// Items are numbered turn by turn, in a turn tile by tile, in a tile piece by piece, `units` a piece: turns hold what
+// only large ranks need, so that the items of small ones come first and spread evenly over the CTAs.
 struct WorkList {
   const int32_t* count;  // tiles in use
   const Tile* tiles;
   const int32_t* perm;
-  int capacity;
+  int capacity;          // tiles that there may be
+  int items;             // in all turns
+  Divisor turn, tile, unit;  // items of a turn, of a tile, of a piece
 };
 
-// What a tile's tenant has for one slice of the layer.
-struct Slice {
-  int64_t offset;  // of its matrix in the arena
-  int rank8;       // -1: the slice is no work
+// `owners`: tenants or shared sets; each has at most one tile that is not full.
+inline void divide_work(WorkList& list, int64_t rows, int64_t tile_rows, int64_t owners, int64_t units, int64_t turns) {
+  const int64_t tiles = std::min(rows, rows / tile_rows + owners), pieces = (tile_rows + kTokens - 1) / kTokens;
+  TORCH_CHECK(tiles * pieces * units * turns < 1 << 30, "too much work for one launch: ", rows, " rows");
+  list.capacity = static_cast<int>(tiles);
+  list.items = static_cast<int>(tiles * pieces * units * turns);
+  list.unit = Divisor(units);
+  list.tile = Divisor(pieces * units);
+  list.turn = Divisor(std::max<int64_t>(1, tiles) * pieces * units);
+}
+
+// Where an item stands in the plan.
+struct Place {
+  int turn, slot, begin, rows, unit;
 };
 
-struct WorkShared {
-  int prefix[kThreads];  // work of the window's tiles, inclusive sums
-  int cost[kThreads];    // of one piece (8 rows) of the tile
-  Tile tile[kThreads];
-  Slice slice[kMaxSlices][kThreads];
-  int sums[kWarps];
+// The tile and the number of tiles are asked for at once. False: no such tile, or not so many rows in it.
+__device__ __forceinline__ bool find_place(const WorkList& list, int item, Place& place) {
+  place.turn = list.turn.split(item);
+  const int tile = list.tile.split(item);
+  const uint4 words = load_kept(reinterpret_cast<const uint4*>(list.tiles + tile));
+  const int count = load_kept(list.count);
+  const int skipped = list.unit.split(item) * kTokens;
+  place.unit = item;
+  place.slot = words.x;
+  place.begin = words.y + skipped;
+  place.rows = min(kTokens, static_cast<int>(words.z) - skipped);
+  return tile < count && place.rows > 0;
+}
+
+constexpr int kWindow = 32;  // items of one CTA that are looked up at a time, one a lane of the first warp
+
+// The items of this CTA that have work, of the numbers blockIdx.x, + gridDim.x, ... A window of them is looked up at the
+// same time, so that between two items no CTA waits for the plan or the table:
+//   for (; items.look_up(); ) for (item = items.next(); item; item = items.next()) ...
+// All threads call the members together. There are at least as many items as CTAs.
+template <typename Item>
+struct ItemsShared {
+  Item item[kWindow];
+  unsigned live;
 };
 
-// A piece of a tile, the same in every thread of the CTA. `offset` is where in the piece's work the cursor stands.
-struct Piece {
-  int index, slot, begin, rows, offset;  // index: of the tile in WorkShared
-};
+template <typename Item, typename Resolve>
+struct Items {
+  ItemsShared<Item>& shared;
+  const Resolve resolve;  // (place, item) -> whether there is work; fills in the item
+  int base = blockIdx.x;
+  unsigned live = 0;
 
-// The pieces of all tiles lie one after another on a line, each as long as its work; CTA b owns the b-th of gridDim.x
-// equal parts. `cost(tile, perm, slice)` gives the work of one piece of the tile and says what it consists of; one thread
-// calls it for each tile. All threads of the CTA call the members together.
-template <typename Cost>
-struct Cursor {
-  WorkShared& shared;
-  const WorkList list;
-  const Cost cost;
-  const int count;         // tiles
-  int window, begin, end;  // first tile and stretch of the line of what is in shared memory
-  int position, limit;     // what is left of this CTA's stretch
+  __device__ Items(ItemsShared<Item>& shared, const Resolve& resolve) : shared(shared), resolve(resolve) {}
 
-  __device__ Cursor(WorkShared& shared, const WorkList& list, const Cost& cost)
-      : shared(shared), list(list), cost(cost), count(*list.count), window(0), begin(0) {
-    int total = end = load(shared, list, cost, 0, count);
-    if (count > kThreads) {
-      for (int more = kThreads; more < count; more += kThreads) total += load_again(shared, list, cost, more, count);
-      load_again(shared, list, cost, 0, count);
+  // False: there are no more windows.
+  __device__ __forceinline__ bool look_up() {
+    const WorkList& list = resolve.p.list;
+    if (base >= list.items) return false;
+    if (base >= static_cast<int>(gridDim.x)) __syncthreads();
+    if (threadIdx.x < kWindow) {
+      const int number = base + static_cast<int>(threadIdx.x * gridDim.x);
+      Place place;
+      const bool found =
+          number < list.items && find_place(list, number, place) && resolve(place, shared.item[threadIdx.x]);
+      const unsigned mask = __ballot_sync(~0u, found);
+      if (threadIdx.x == 0) shared.live = mask;
     }
-    const unsigned share = static_cast<unsigned>(total) / gridDim.x, rest = total - share * gridDim.x;
-    position = share * blockIdx.x + min(blockIdx.x, rest);
-    limit = position + share + (blockIdx.x < rest);
-  }
-
-  // Reads the window's tiles into shared memory; returns the window's work.
-  static __device__ __forceinline__ int load(WorkShared& shared, const WorkList& list, const Cost& cost, int window,
-                                             int count) {
     __syncthreads();
-    const int t = window + threadIdx.x, lane = threadIdx.x % 32;
-    int work = 0;
-    if (t < list.capacity) {
-      const Tile tile = list.tiles[t];
-      if (t < count) {
-        Slice slice[kMaxSlices];
-        const int piece = cost(tile, list.perm, slice);
-        shared.tile[threadIdx.x] = tile;
-#pragma unroll
-        for (int i = 0; i < kMaxSlices; ++i) shared.slice[i][threadIdx.x] = slice[i];
-        shared.cost[threadIdx.x] = piece;
-        work = piece * ((tile.rows + kTokens - 1) / kTokens);
-      }
-    }
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, work, step);
-      if (lane >= step) work += other;
-    }
-    if (lane == 31) shared.sums[threadIdx.x / 32] = work;
-    __syncthreads();
-    int before = 0, all = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < threadIdx.x / 32) before += shared.sums[w];
-      all += shared.sums[w];
-    }
-    shared.prefix[threadIdx.x] = before + work;
-    __syncthreads();
-    return all;
-  }
-
-  // Kept apart, so that the code every launch runs through stays short.
-  static __device__ __noinline__ int load_again(WorkShared& shared, const WorkList& list, const Cost& cost, int window,
-                                                int count) {
-    return load(shared, list, cost, window, count);
-  }
-
-  // The piece at the cursor, or false at the end of this CTA's stretch.
-  __device__ bool find(Piece& piece) {
-    if (position >= limit) return false;
-    while (position >= end) {
-      window += kThreads;
-      begin = end;
-      end += load_again(shared, list, cost, window, count);
-    }
-    const int local = position - begin, lane = threadIdx.x % 32;
-    int index = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) index += __popc(__ballot_sync(~0u, shared.prefix[w * 32 + lane] <= local));
-    const Tile tile = shared.tile[index];
-    piece.index = index;
-    const int each = shared.cost[index], inside = local - (index ? shared.prefix[index - 1] : 0);
-    const int part = inside < each ? 0 : inside / each;
-    piece.slot = tile.slot;
-    piece.begin = tile.begin + part * kTokens;
-    piece.rows = min(kTokens, tile.rows - part * kTokens);
-    piece.offset = inside - part * each;
+    live = shared.live;
+    base += kWindow * gridDim.x;
     return true;
+  }
+
+  // Null: the window is done.
+  __device__ __forceinline__ const Item* next() {
+    if (!live) return nullptr;
+    const int index = __ffs(live) - 1;
+    live &= live - 1;
+    return &shared.item[index];
   }
 };
 

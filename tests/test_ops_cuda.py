@@ -11,7 +11,10 @@ from ops_checks import FLOAT32_SUM, same_bits, ulp
 
 from scute_sgl import layout, ops, reference
 
-pytestmark = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU and an extension built for it")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU and an extension built for it"),
+]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 WIDTHS = (1160, 264, 72)
 COLUMNS = (0, 1160, 1424, 1496)

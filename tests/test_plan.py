@@ -54,7 +54,7 @@ def test_a_padded_pass_finds_nobody_in_the_padding(bucket):
     plan.run(bucket, tile_rows=8)
     assert plan.row_slot.tolist() == [0, 1, 0] + [-1] * (bucket - 3)
     assert plan.words.numel() == layout.plan_size(bucket)
-    header, tiles = plan.words[:3].tolist(), plan.words[layout.PLAN_HEADER + bucket :][:4].tolist()
+    header, tiles = plan.words[:3].tolist(), plan.words[layout.PLAN_HEADER :][:4].tolist()
     assert header == [1, 1, layout.DELTA | layout.SHARED] and tiles == [0, 0, 2, 0]
     assert (plan.words.data_ptr(), plan.row_slot.data_ptr()) == (words, slots)
 

@@ -41,7 +41,7 @@ DELTA, SHARED, ROTATED = 1, 2, 4
 SET_A, SET_B, SET_RANK, SET_IN, SET_OUT = range(5)
 SET_FIELDS = 5
 
-# plan buffer: header, then for n rows: perm[n], tiles[n][4], shared_perm[n], shared_tiles[n][4]
+# plan buffer: header, then for n rows: tiles[n][4], shared_tiles[n][4], perm[n], shared_perm[n]
 # header: 0 tiles in use, 1 shared tiles in use, 2 union of LIVE bits
 # tile: slot (or shared set), first position in perm (or shared_perm), rows, 0
 PLAN_HEADER = 16

@@ -24,7 +24,7 @@ def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tenso
     for slot, _ in owned:
         bits |= live[slot][layout.LIVE]
 
-    begin = layout.PLAN_HEADER
+    n = len(row_slot)
     for i, keyed_rows in enumerate((private, shared)):
         keyed_rows.sort()
         tiles: list[list[int]] = []
@@ -33,9 +33,8 @@ def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tenso
                 tiles.append([key, position, 0, 0])
             tiles[-1][2] += 1
         plan[i] = len(tiles)
-        _put(plan, begin, [row for _, row in keyed_rows])
-        _put(plan, begin + len(row_slot), sum(tiles, []))
-        begin += 5 * len(row_slot)
+        _put(plan, layout.PLAN_HEADER + 4 * n * i, sum(tiles, []))
+        _put(plan, layout.PLAN_HEADER + 8 * n + n * i, [row for _, row in keyed_rows])
     plan[2] = bits
     return plan
 
@@ -186,7 +185,8 @@ def shared_set(arena: Tensor, sets: Tensor, dtype: torch.dtype, index: int) -> t
 def tenants(plan: Tensor, shared: bool = False) -> Iterator[tuple[int, Tensor]]:
     """(slot, rows) of every private tile, or (shared set, rows) of every shared one."""
     n = (len(plan) - layout.PLAN_HEADER) // 10
-    perm, tiles = plan[layout.PLAN_HEADER + shared * 5 * n :][: 5 * n].split([n, 4 * n])
+    tiles = plan[layout.PLAN_HEADER + 4 * n * shared :][: 4 * n]
+    perm = plan[layout.PLAN_HEADER + 8 * n + n * shared :][:n]
     for key, begin, rows, _ in tiles.view(n, 4)[: plan[int(shared)]].tolist():
         yield key, perm[begin : begin + rows].long()
 
