@@ -27,6 +27,8 @@ def test_every_combination_of_slots_is_its_definition(model, near):
     t = model.targets()[Q_PROJ]
     x = inputs(t)
     for names in every_combination():
+        if "base_bias" in names and model is PLAIN:
+            continue  # refused
         slots = random_slots(t, *names, near=near)
         want = apply_slots(slots, t, x)
         got = apply_folded(fold(slots, t), t, x)
@@ -130,6 +132,23 @@ def test_a_base_weight_in_the_file_must_be_the_served_one(path):
     changed[-1, -1] += 1
     with pytest.raises(AdapterError, match="wrong_base.*base_weight"):
         fold(Slots(base_weight=changed), t)
+
+
+def test_a_bias_for_a_layer_that_has_none_is_refused():
+    slots = random_slots(MODEL.targets()[O_PROJ], "base_bias")
+    with pytest.raises(AdapterError, match=r"\[wrong_base\].*o_proj base_bias: the base layer has no bias"):
+        fold(slots, PLAIN.targets()[O_PROJ])
+    assert fold(slots, MODEL.targets(1, 2)[O_PROJ], adds_bias=False).bias.eq(0).all()  # its bias is on rank 0
+
+
+def test_a_dora_scale_follows_its_magnitude_and_its_base():
+    for seed in (0, 1):
+        t = FakeModel(seed=seed).targets()[Q_PROJ]
+        slots = replace(random_slots(MODEL.targets()[Q_PROJ], "terms"), magnitude=torch.linspace(1, 2, 64))
+        want = slots.magnitude / row_norms(slots, t)
+        for factor in (1, 3):
+            got = fold(replace(slots, magnitude=factor * slots.magnitude), t).scale
+            torch.testing.assert_close(got.double(), factor * want - 1, rtol=0, atol=1e-6)
 
 
 def test_a_gated_input_scale_becomes_the_gain_of_up_proj():

@@ -142,6 +142,19 @@ def test_sizes_that_the_layout_cannot_hold_are_refused():
             pack({0: (t, folded)}, torch.float16)
 
 
+@pytest.mark.parametrize("vocabulary", [129, 130_001])
+def test_a_vocabulary_of_any_size_fits(vocabulary):
+    t = replace(TARGETS[EMBEDDING], in_features=vocabulary, inputs=(0, vocabulary))
+    head = wide(TARGETS[LM_HEAD], 64, vocabulary)
+    folded = {
+        t.module: (t, Folded(A=torch.ones(4, vocabulary), B=torch.ones(64, 4))),
+        head.module: (head, Folded(A=torch.ones(4, 64), B=torch.ones(vocabulary, 4))),
+    }
+    image = pack(folded, torch.float16)
+    back = unpack(image, {t.module: t, head.module: head})
+    assert all(same(back[module], as_stored(f, torch.float16)) for module, (_, f) in folded.items())
+
+
 def two_modules(first: SharedTerm, second: SharedTerm):
     paths = (Q_PROJ, "model.layers.1.self_attn.q_proj")
     slots = [Slots(shared=shared) for shared in (first, second)]

@@ -7,9 +7,9 @@ import torch
 from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.fold import fold
+from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.shard import shard
-from scute_sgl.slots import Slots, Target, Term
+from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
 
 MODEL = FakeModel()
 WHOLE = MODEL.targets()
@@ -59,6 +59,26 @@ def test_shards_rebuild_the_whole_result(path, tp):
             continue  # its output is reduced before the adapter part: every rank adds the whole bias
         slots = random_slots(t, *names)
         torch.testing.assert_close(from_shards(slots, path, tp, x), apply_slots(slots, t, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_shards_of_a_gated_input_scale_rebuild_the_whole_mlp(tp):
+    """(IA)3's vector on down_proj moves to up_proj, whose outputs are the same rank's inputs of down_proj."""
+    gate, up, down = (WHOLE[f"model.layers.0.mlp.{name}_proj"] for name in ("gate", "up", "down"))
+    modules = {up.path: random_slots(up, "gain"), down.path: random_slots(down, "input_scale")}
+    x = torch.randn(4, up.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    act = torch.nn.functional.silu(apply_slots(Slots(), gate, x))
+    want = apply_slots(modules[down.path], down, act * apply_slots(modules[up.path], up, x))
+    got = torch.zeros_like(want)
+    for rank in range(tp):
+        targets = MODEL.targets(rank, tp)
+        folded = fold_adapter(Adapter("IA3", modules), targets, adds_bias=rank == 0)
+        own = {name: targets[f"model.layers.0.mlp.{name}_proj"] for name in ("gate", "up", "down")}
+        parts = {name: folded.get(t.module, (t, Folded()))[1] for name, t in own.items()}
+        y = {name: apply_folded(parts[name], own[name], x) for name in ("gate", "up")}
+        assert parts["down"].rotation is None
+        got += apply_folded(parts["down"], own["down"], torch.nn.functional.silu(y["gate"]) * y["up"])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_an_embedding_bias_is_whole_on_every_rank():

@@ -47,7 +47,7 @@ def test_paths_and_rows_follow_the_model():
         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
     ]  # fmt: skip
     assert sites[0].columns == [0, 64, 80, 96] and sites[2].columns == [0, 96, 192]
-    shape = targets.base_shape(sites, torch.float32, 128)
+    shape = targets.base_shape(model(), sites, torch.float32, 128)
     assert shape["model.layers.0.self_attn.k_proj"] == (HIDDEN, 16) and shape["model.layers.0.mlp.down_proj"] == (MLP, HIDDEN)
     assert of(model())["down_proj"].gated_by == "model.layers.0.mlp.up_proj" and of(model())["o_proj"].gated_by == ""
 
@@ -81,6 +81,28 @@ def test_layers_that_adapters_could_not_change_exactly_stay_out():
     attention.kv_b_proj = ReplicatedLinear(HIDDEN, HIDDEN, bias=False)  # multi-head latent attention
     root.model.layers[0].mlp.gate = ReplicatedLinear(HIDDEN, 4, bias=True, skip_bias_add=True)
     assert sorted(of(root)) == ["down_proj", "gate_proj", "up_proj"]
+
+
+def test_a_linear_layer_of_any_name_is_adaptable():
+    root = model()
+    root.model.layers[0].mlp.in_proj_ba = ReplicatedLinear(HIDDEN, 24, bias=False)
+    assert of(root)["in_proj_ba"].out_features == 24 and of(root)["in_proj_ba"].path == "model.layers.0.mlp.in_proj_ba"
+
+
+def test_experts_stay_out_and_the_layers_around_them_do_not():
+    root = model()
+    root.model.layers[0].mlp = nn.Module()
+    root.model.layers[0].mlp.experts = nn.ParameterDict({"w13_weight": torch.zeros(4, 2 * MLP, HIDDEN)})
+    assert sorted(of(root)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    shape = targets.base_shape(root, targets.find_sites(root), torch.float32, 128)
+    assert shape.unlisted == "model.layers.0.mlp.experts"
+
+
+def test_every_matrix_is_listed_or_known_to_be_missing():
+    root = model()
+    assert targets.base_shape(root, targets.find_sites(root), torch.float32, 128).unlisted == ""
+    root.score = nn.Linear(HIDDEN, 2)
+    assert targets.base_shape(root, targets.find_sites(root), torch.float32, 128).unlisted == "score"
 
 
 def test_quantised_layers_stop_the_start():

@@ -70,6 +70,7 @@ class ScuteBackend(BaseLoRABackend):
             raise RuntimeError("scute's backend was built without scute's manager; the plugin's hooks are not in place")
         super().__init__(max_loras_per_batch, device)
         self.variant = Variant()
+        self.reached: set[int] = set()  # linear sites that a forward pass has run, live or not
         self._live = 0
 
     def start(self, pool: Pool, graph_rank: int) -> None:

@@ -52,7 +52,7 @@ def fold_adapter(
             raise AdapterError("unknown_key", "the base model has no such adaptable module", module=unknown[0])
         modules = fold_gates(adapter.modules, targets)
         parts = [(t, shard(modules[t.path], t)) for t in sorted(map(targets.get, modules), key=lambda t: t.module)]
-        return [(t, slots, _read_base(slots, t)) for t, slots in parts]
+        return [(t, slots, _read_base(slots, t, adds_bias)) for t, slots in parts]
 
     parts = agree(local_part, share)
     split = [squares for t, _, squares in parts if squares is not None and _splits_inputs(t)]
@@ -95,7 +95,7 @@ def fold(
     adds_bias: bool = True,
 ) -> Folded:
     """Fold one module that is already sharded. ``adds_bias``: whether this rank adds a row-parallel layer's bias."""
-    squares = _read_base(slots, t)
+    squares = _read_base(slots, t, adds_bias)
     if squares is not None and _splits_inputs(t):
         squares = sum_over_tp(squares)
     return _fold(slots, t, squares, adds_bias)
@@ -153,6 +153,7 @@ def _shift(slots: Slots, t: Target, s: Tensor | None, adds_bias: bool) -> Tensor
     b0 = t.bias()
     shift = None if slots.bias is None else slots.bias.double()
     if slots.base_bias is not None:
+        # b0 is None on a rank that adds no row-parallel bias; zeros are returned there.
         moved = slots.base_bias.double() if b0 is None else slots.base_bias.double() - b0.cpu().double()
         shift = moved if shift is None else shift + moved
     if s is not None and b0 is not None:
@@ -195,11 +196,16 @@ def _splits_inputs(t: Target) -> bool:
     return t.inputs != (0, t.in_features)
 
 
-def _read_base(slots: Slots, t: Target) -> Tensor | None:
-    """What a module needs of W: checks ``base_weight``, returns the local sums of squares for a magnitude.
+def _read_base(slots: Slots, t: Target, adds_bias: bool) -> Tensor | None:
+    """What a module needs of the base: checks ``base_bias`` and ``base_weight``, returns the local sums of squares
+    for a magnitude.
 
     Per output feature, float64 (out,) on W's device. W is (out, in), an embedding's (vocabulary, out).
     """
+    holds_bias = adds_bias or t.kind != "row"  # else only another rank knows whether there is one
+    if slots.base_bias is not None and holds_bias and t.bias() is None:
+        hint = "the base layer has no bias that this one could replace, and PEFT would ignore it"
+        raise AdapterError("wrong_base", hint, module=t.path, key="base_bias")
     if not needs_base_weight(slots):
         return None
     W = t.weight()

@@ -99,6 +99,7 @@ class ScuteLinear(LinearMethodBase):
         self.base.process_weights_after_loading(layer)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.backend.reached.add(self.adapters.module)
         if not self.backend.live:
             return self.base.apply(layer, x, bias)
         y = self._project(layer, x, bias)
@@ -108,6 +109,7 @@ class ScuteLinear(LinearMethodBase):
     def apply_into(self, layer: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """SGLang's ``output_tensor=``: the same into a tensor of the caller's."""
         if not self.backend.live:
+            self.backend.reached.add(self.adapters.module)
             return self.base.apply_into(layer, x, out, bias)
         return out.copy_(self.apply(layer, x, bias))
 

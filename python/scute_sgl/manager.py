@@ -7,6 +7,8 @@ are not used. Nothing that an adapter's files or a request hold makes a method h
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +18,16 @@ from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_
 
 from scute_sgl import image, targets
 from scute_sgl.backend import built_by_manager
-from scute_sgl.checkpoint import read_adapter
+from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold_adapter, needs_base_weight
 from scute_sgl.hub import local_folder
 from scute_sgl.layers import attach
+from scute_sgl.names import is_embedding, is_head
 from scute_sgl.options import Options
 from scute_sgl.pool import Pool
 from scute_sgl.ranks import Ranks
-from scute_sgl.slots import Adapter, Folded, Slots
+from scute_sgl.slots import Adapter, BaseShape, Folded, Slots, Target
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Tenant:
     live: list[str]  # names of its slots, as in the normal form
     nbytes: int
     needs_base: bool  # whether its folded tensors depend on the base's
+    targets: tuple[Target, ...]  # what it changes
 
 
 class PoolSurface:
@@ -70,9 +74,13 @@ class ScuteManager(LoRAManager):
         if not sites:
             raise ValueError("--lora-backend scute found no layer in this model that adapters could change")
         self.targets = {target.path: target for site in sites for target in site.targets}
-        self.base_shape = targets.base_shape(sites, self.dtype, self.base_hf_config.vocab_size)
+        self.base_shape = targets.base_shape(self.base_model, sites, self.dtype, self.base_hf_config.vocab_size)
+        self.site_of = {t.module: site.module for site in sites for t in site.targets}
+        arena_bytes = self.ranks.min(options.arena_bytes(self.device))  # GPUs of one model may differ a little
+        self.max_file_bytes = _max_file_bytes(arena_bytes * self.ranks.size // self.dtype.itemsize, self.base_shape)
+        self.first_pass_checked = False
         self.pool = Pool(
-            self.ranks.min(options.arena_bytes(self.device)),  # GPUs of one model may differ a little
+            arena_bytes,
             self.max_loras_per_batch,
             len(self.targets),
             self.device,
@@ -106,17 +114,30 @@ class ScuteManager(LoRAManager):
         share = self.ranks.first_refusal
         adapter = agree(lambda: self._read(ref), share)
         folded = fold_adapter(adapter, self.targets, self.ranks.sum, share, adds_bias=self.ranks.rank == 0)
+        changed = tuple(target for target, _ in folded.values())
+        agree(lambda: self._check_reached(ref.lora_name, changed), share)
         pin = self.device.type == "cuda"
         packed = agree(lambda: image.pack(folded, self.dtype, pin), share)
         block_bytes = self.ranks.max(packed.nbytes)  # equal on all ranks, and so is every later decision
         agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), share)
         live = _live_slots([f for _, f in folded.values()])
         needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
-        self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base)
+        self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base, changed)
         self.lora_refs[ref.lora_id] = ref
 
     def _read(self, ref: LoRARef) -> Adapter:
-        return read_adapter(local_folder(ref.lora_path), self.base_shape)
+        return read_adapter(local_folder(ref.lora_path), self.base_shape, self.max_file_bytes)
+
+    def _check_reached(self, name: str, changed: Iterable[Target]) -> None:
+        """Some models never call a layer of theirs, but multiply by its weight: an adapter there would be ignored.
+
+        That shows in the first forward pass, which SGLang's warm-up makes before a server is ready.
+        """
+        reached = self.lora_backend.reached
+        for target in changed if reached else ():
+            if target.kind not in ("head", "embedding") and self.site_of[target.module] not in reached:
+                hint = "the model's forward pass does not call this layer, so an adapter could not change it"
+                raise AdapterError("wrong_base", hint, adapter=name, module=target.path)
 
     def _reads_base(self, path: str, slots: Slots) -> bool:
         """Whether another base weight or bias would give other folded tensors of a module."""
@@ -154,6 +175,10 @@ class ScuteManager(LoRAManager):
         self.pool.ensure(self._known(set(new_loras) | set(running_loras)))
 
     def prepare_lora_batch(self, forward_batch, *args, **kwargs) -> None:
+        if self.lora_backend.reached and not self.first_pass_checked:
+            self.first_pass_checked = True
+            for tenant in self.tenants.values():  # loaded before there was a pass to learn from
+                self._check_reached(tenant.name, tenant.targets)
         uids = forward_batch.lora_ids
         known = self._known(set(uids))
         slots = [self.pool.slot_of(uid) if uid in known else -1 for uid in uids]
@@ -183,6 +208,13 @@ class ScuteManager(LoRAManager):
         """Counters and tenants, for /server_info."""
         tenants = {t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes} for t in self.tenants.values()}
         return {**self.stats, "replays": self.lora_backend.variant.replays, "pool": self.pool.stats(), "tenants": tenants}
+
+
+def _max_file_bytes(values: int, base: BaseShape) -> int:
+    """Of a file whose adapter may fit in arenas of ``values`` values: in float64, and with the whole embedding and
+    output head, which PEFT saves too when it adapts them."""
+    copies = sum(math.prod(shape) for path, shape in base.items() if is_embedding(path) or is_head(path))
+    return min(MAX_BYTES, MAX_HEADER + 8 * (values + copies))
 
 
 def _live_slots(folded: list[Folded]) -> list[str]:

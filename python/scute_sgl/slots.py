@@ -113,9 +113,10 @@ class BaseShape(dict[str, tuple[int, int]]):
     """HF module path -> (in_features, out_features) of every adaptable module, in the model's order.
 
     All that a reader may know of the base model; config.json is enough to build one. ``dtype`` is the base's
-    torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary.
+    torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary. ``unlisted`` names
+    a layer with a weight matrix that is not adaptable and so not listed; "" if there is none.
     """
 
-    def __init__(self, shapes, *, dtype, vocab_size: int):
+    def __init__(self, shapes, *, dtype, vocab_size: int, unlisted: str = ""):
         super().__init__(shapes)
-        self.dtype, self.vocab_size = dtype, vocab_size
+        self.dtype, self.vocab_size, self.unlisted = dtype, vocab_size, unlisted

@@ -79,9 +79,16 @@ def find_sites(model: torch.nn.Module) -> list[Site]:
     return sites
 
 
-def base_shape(sites: list[Site], dtype: torch.dtype, vocab_size: int) -> BaseShape:
+def base_shape(model: torch.nn.Module, sites: list[Site], dtype: torch.dtype, vocab_size: int) -> BaseShape:
+    """What readers may know of the model; ``sites`` are those of :func:`find_sites`, not yet attached."""
     shapes = {t.path: (t.in_features, t.out_features) for site in sites for t in site.targets}
-    return BaseShape(shapes, dtype=dtype, vocab_size=vocab_size)
+    listed = {id(site.layer) for site in sites}
+    unlisted = (name for name, layer in model.named_modules() if id(layer) not in listed and _has_matrix(layer))
+    return BaseShape(shapes, dtype=dtype, vocab_size=vocab_size, unlisted=next(unlisted, ""))
+
+
+def _has_matrix(layer: torch.nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))
 
 
 def untie_head(model: torch.nn.Module) -> None:

@@ -80,6 +80,9 @@ def draw(config: dict, r: int, base: BaseShape | None) -> tuple[Tensor, Tensor]:
     key = config["projection_prng_key"]
     if not 0 <= key < 1 << 63:
         raise AdapterError("bad_config", f"found {key}, want 0 <= key < 2**63", key="projection_prng_key")
+    if base.unlisted:
+        hint = f"found false, but whether {base.unlisted!r} was targeted too, and widened the matrices, is unknown"
+        raise AdapterError("bad_config", f"{hint}; save them with the adapter", key="save_projection")
     if config["target_modules"] is None:
         raise AdapterError("bad_config", "found null, want the targets that decide the draw", key="target_modules")
     # PEFT asks only linear layers; an embedding that the list names is passed over.
