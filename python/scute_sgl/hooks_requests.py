@@ -81,7 +81,7 @@ def init_lora(original, self):
         self.lora_registry = Registry(list(self.lora_registry.get_all_adapters().values()))
         for name in self.lora_registry.names:
             check_name(self, name)
-        _answer_refusals()
+        _extend_http_server(self)
 
 
 def check_name(manager, name: object) -> None:
@@ -190,13 +190,24 @@ def _choose(manager, model: str | None) -> None:
         _chosen.set(resolve(manager, model))  # seen by this HTTP request's tasks only
 
 
-def _answer_refusals() -> None:
-    """Give refused loads the body that SGLang's own answers have; without an HTTP server there is nothing to do."""
+def _extend_http_server(manager) -> None:
+    """Without an HTTP server in this process there is nothing to do."""
     from scute_sgl.hooks_loads import LoadRefusal, answer_refusal
 
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if http_server is not None:
-        http_server.app.add_exception_handler(LoadRefusal, answer_refusal)
+    if http_server is None:
+        return
+
+    async def retrieve_model(model: str):
+        """One card of GET /v1/models; SGLang's own route knows the base's only."""
+        name = resolve(manager, model)
+        base, *adapters = (await http_server.available_models()).data
+        return base if name is None else next(card for card in adapters if card.id == name)
+
+    app = http_server.app
+    app.add_exception_handler(LoadRefusal, answer_refusal)  # the body that SGLang's own answers have
+    app.add_api_route("/v1/models/{model:path}", retrieve_model)
+    app.router.routes.insert(0, app.router.routes.pop())  # the first that matches a path answers
 
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
