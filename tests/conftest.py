@@ -4,7 +4,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
+
+collect_ignore = ["test_latest.py"]  # the same tests under another SGLang: make test-latest names it
 
 
 @pytest.fixture(scope="session")
@@ -16,13 +21,22 @@ def kit(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(kit, tmp_path_factory):
-    """One server for all tests that can share it: a tiny Llama, small chunks of prefill, 8 slots."""
+    """One server for all tests that can share it: a tiny Llama, small chunks of prefill, 8 slots, 8 MiB of arena."""
     from servers import Server
 
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--chunked-prefill-size", "64", "--max-loras-per-batch", "8", "--served-model-name", "tiny"]
+    flags += ["--scute-arena-mb", "8", "--max-loaded-loras", "16"]
     with Server(kit.base(), log, *flags) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def elsewhere():
+    """elsewhere(f, ...): f's result, from another process. Engines live there: SGLang's shutdown of one ends every
+    child of its process, the server above too."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as worker:
+        yield lambda function, *args: worker.submit(function, *args).result()
 
 
 @pytest.fixture

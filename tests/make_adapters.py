@@ -1,9 +1,7 @@
-"""Tiny base models and adapters that PEFT itself writes, and PEFT's own answers for them.
+"""Tiny base models, and adapters that PEFT itself writes for them.
 
-    base = make_base("llama", root)                        # or llama_tied, qwen2, mistral -> folder, made once
-    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS -> folder
-    peft_logprobs(base, adapter, [1, 2, 3])                # (3, vocabulary) float32; adapter None is the base
-    peft_greedy(base, adapter, [1, 2, 3], n=8)             # 8 token ids
+    base = make_base("llama", root)                        # any name of BASES -> folder, made once
+    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS or REFUSED -> folder
 
 Adapters are far from the identity unless their name ends in _near. Everything is seeded and runs on the CPU in
 float32. Not a test module; needs peft and transformers, not scute_sgl.
@@ -11,7 +9,6 @@ float32. Not a test module; needs peft and transformers, not scute_sgl.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import zlib
@@ -23,11 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from peft_answers import load_base
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-transformers.utils.logging.disable_progress_bar()
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -45,6 +40,7 @@ BASES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama_tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**SIZES | {"num_key_value_heads": 1}, sliding_window=None),
+    "llama_16bit": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
 }
 
 
@@ -57,6 +53,8 @@ def make_base(name: str, root: str | os.PathLike, seed: int = 0) -> str:
         for key, parameter in model.named_parameters():
             if key.endswith(".bias"):  # q, k, v of Qwen2; HF starts them at zero
                 torch.nn.init.normal_(parameter, std=0.5)
+            if name.endswith("16bit"):  # weights that 16 bits hold exactly: what they round is then the activations
+                parameter.data = parameter.data.bfloat16().float()
         model.save_pretrained(folder)
     return str(folder)
 
@@ -118,6 +116,7 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "lora_k": _lora(target_modules=["k_proj"]),
     "lora_v": _lora(target_modules=["v_proj"]),
     "lora_kv": _lora(target_modules=["k_proj", "v_proj"]),
+    "lora_qk": _lora(target_modules=["q_proj", "k_proj"]),
     "lora_o": _lora(target_modules=["o_proj"]),
     "lora_up": _lora(target_modules=["up_proj"]),
     "lora_head": _lora(target_modules=["lm_head"]),
@@ -126,6 +125,7 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "lora_ensure_tying": _lora(target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True),
     "lora_gaussian": _lora(init_lora_weights="gaussian", lora_dropout=0.1),
     "lora_r200": _lora(r=200, lora_alpha=20, target_modules=["q_proj", "down_proj"]),
+    "lora_r500": _lora(r=500, lora_alpha=50, target_modules=MLP),
     "lora_r1": _lora(r=1, lora_alpha=4),
     "lora_bf16_file": _half(_lora(), torch.bfloat16),
     "lora_fp16_file": _half(_lora(), torch.float16),
@@ -175,11 +175,20 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "oft_head": _oft(target_modules=["q_proj", "lm_head"]),
     "oft_bias_only": _oft(bias="oft_only", target_modules=["q_proj", "k_proj"]),
 }  # fmt: skip
+# One term of the series is the identity: on a base without biases such an adapter does nothing.
+WITHOUT_EFFECT = {"oft_one_term"}
+
+# What PEFT writes and scute refuses.
+REFUSED: dict[str, Callable[[str, str], None]] = {
+    "loha": lambda base, out: _write(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
+    "lora_saves_head": _lora(modules_to_save=["lm_head"]),
+    "lora_saves_norm": _lora(modules_to_save=["input_layernorm"]),
+}
 
 
 def write_adapter(base_dir: str | os.PathLike, out_dir: str | os.PathLike, name: str) -> str:
     """PEFT's save_pretrained of adapter ``name`` on this base, with random weights; returns the folder."""
-    ADAPTERS[name](str(base_dir), str(out_dir))
+    (ADAPTERS | REFUSED)[name](str(base_dir), str(out_dir))
     return str(out_dir)
 
 
@@ -192,7 +201,7 @@ def edit_config(adapter_dir: str | os.PathLike, **fields) -> None:
 
 def _write(config, near: bool, base_dir: str, out_dir: str) -> None:
     torch.manual_seed(_seed(config))
-    model = get_peft_model(_load_base(base_dir), config)
+    model = get_peft_model(load_base(base_dir), config)
     _randomise(model, near)
     model.save_pretrained(out_dir)
 
@@ -224,42 +233,3 @@ def _randomise(model: PeftModel, near: bool) -> None:
         weight = module.base_layer.weight + module.get_delta_weight("default")
         norm = weight.norm(dim=0 if isinstance(module.base_layer, torch.nn.Embedding) else 1)
         module.lora_magnitude_vector["default"].weight.copy_(norm * (1 + spread(norm, 0.2)))
-
-
-# ------------------------------------------------------------------------------------------------ PEFT's answers
-
-
-def load_peft(base_dir: str, adapter_dir: str | None, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A fresh base with the adapter loaded from its folder, in eval mode; adapter None is the base itself."""
-    model = _load_base(base_dir, dtype)
-    return (model if adapter_dir is None else PeftModel.from_pretrained(model, adapter_dir)).eval()
-
-
-@torch.inference_mode()
-def peft_logprobs(base_dir: str, adapter_dir: str | None, token_ids: list[int]) -> Tensor:
-    """Log-probabilities after every token of the prompt: (len, vocabulary), float32."""
-    model = _cached(str(base_dir), adapter_dir and str(adapter_dir), _stamp(adapter_dir))
-    logits = model(input_ids=torch.tensor([token_ids])).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)
-
-
-def peft_greedy(base_dir: str, adapter_dir: str | None, prompt_ids: list[int], n: int) -> list[int]:
-    """The next n tokens of greedy decoding; end-of-sequence does not stop it."""
-    ids = list(prompt_ids)
-    for _ in range(n):
-        ids.append(int(peft_logprobs(base_dir, adapter_dir, ids)[-1].argmax()))
-    return ids[len(prompt_ids) :]
-
-
-@functools.lru_cache(maxsize=64)
-def _cached(base_dir: str, adapter_dir: str | None, stamp: int) -> torch.nn.Module:
-    return load_peft(base_dir, adapter_dir)
-
-
-def _stamp(adapter_dir: str | None) -> int:
-    """Changes when the adapter is written again, so that a cached model is not used for it."""
-    return 0 if adapter_dir is None else (Path(adapter_dir) / "adapter_model.safetensors").stat().st_mtime_ns
-
-
-def _load_base(base_dir: str, dtype: torch.dtype = torch.float32):
-    return transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=dtype, attn_implementation="eager")

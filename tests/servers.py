@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,11 +16,13 @@ import urllib.request
 from pathlib import Path
 
 import make_adapters
+import peft_answers
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 START_SECONDS, REPLY_SECONDS = 300, 120
+TOLERANCE = 1e-5  # of float32 log-probabilities, from PEFT's
 VOCABULARY = make_adapters.SIZES["vocab_size"]
 
 
@@ -42,10 +45,20 @@ class Kit:
         return str(folder)
 
     def logprobs(self, adapter: str | None, ids: list[int], base: str = "llama") -> torch.Tensor:
-        return make_adapters.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids)
+        return peft_answers.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids)
 
     def greedy(self, adapter: str | None, ids: list[int], n: int, base: str = "llama") -> list[int]:
-        return make_adapters.peft_greedy(self.base(base), adapter and self.adapter(adapter, base), ids, n)
+        return peft_answers.peft_greedy(self.base(base), adapter and self.adapter(adapter, base), ids, n)
+
+    def error(self, adapter: str | None, served: tuple[list[int], torch.Tensor], base: str = "llama") -> float:
+        """Largest difference of served log-probabilities, over prompt and generated tokens, from PEFT's."""
+        ids, table = served
+        assert not table.isnan().any()
+        return (table - self.logprobs(adapter, ids, base)).abs().max().item()
+
+    def effect(self, adapter: str, served: tuple[list[int], torch.Tensor], base: str = "llama") -> float:
+        """Largest difference that the adapter makes there, by PEFT."""
+        return (self.logprobs(adapter, served[0], base) - self.logprobs(None, served[0], base)).abs().max().item()
 
 
 def write_tokenizer(folder: str) -> None:
@@ -77,7 +90,9 @@ def log_table(ids: list[int], answer: dict) -> tuple[list[int], torch.Tensor]:
 
 
 class Server:
-    """``sglang.launch_server --lora-backend scute`` on the CPU; a context manager that always ends it."""
+    """``sglang.launch_server --lora-backend scute`` ; a context manager that always ends it. On the CPU where there is no GPU."""
+
+    program = ("sglang.launch_server", "--enable-lora", "--lora-backend", "scute", "--model-path")
 
     def __init__(self, base: str, log: Path, *flags: str, env: dict[str, str] | None = None):
         with socket.socket() as probe:
@@ -86,9 +101,9 @@ class Server:
         self.base, self.log, self.flags, self.env = base, log, flags, env or {}
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.base, "--dtype", "float32"]
-        command += ["--enable-lora", "--lora-backend", "scute", "--scute-poison", "--sleep-on-idle"]
-        return [*command, "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+        command = [sys.executable, "-m", *self.program, self.base, "--dtype", "float32", "--scute-poison"]
+        command += ["--sleep-on-idle", "--host", "127.0.0.1", "--port", str(self.port), *self.flags]
+        return command + shlex.split(os.environ.get("SCUTE_TEST_FLAGS", ""))  # such as backends that a GPU needs
 
     def __enter__(self) -> Server:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.env

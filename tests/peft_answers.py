@@ -1,0 +1,57 @@
+"""PEFT's own answers, on the CPU: what every served log-probability is held against. Not a test module.
+
+    peft_logprobs(base, adapter, [1, 2, 3])       # (3, vocabulary) float32; adapter None is the base
+    peft_greedy(base, adapter, [1, 2, 3], n=8)    # 8 token ids
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def load_base(base_dir: str, dtype: torch.dtype = torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(base_dir, dtype=dtype, attn_implementation="eager")
+
+
+def load_peft(base_dir: str, adapter_dir: str | None, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A fresh base with the adapter loaded from its folder, in eval mode; adapter None is the base itself."""
+    model = load_base(base_dir, dtype)
+    return (model if adapter_dir is None else PeftModel.from_pretrained(model, adapter_dir)).eval()
+
+
+@torch.inference_mode()
+def peft_logprobs(base_dir: str, adapter_dir: str | None, token_ids: list[int]) -> Tensor:
+    """Log-probabilities after every token of the prompt: (len, vocabulary), float32."""
+    model = _cached(str(base_dir), adapter_dir and str(adapter_dir), _stamp(adapter_dir))
+    logits = model(input_ids=torch.tensor([token_ids])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def peft_greedy(base_dir: str, adapter_dir: str | None, prompt_ids: list[int], n: int) -> list[int]:
+    """The next n tokens of greedy decoding; end-of-sequence does not stop it."""
+    ids = list(prompt_ids)
+    for _ in range(n):
+        ids.append(int(peft_logprobs(base_dir, adapter_dir, ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+@functools.lru_cache(maxsize=64)
+def _cached(base_dir: str, adapter_dir: str | None, stamp: int) -> torch.nn.Module:
+    return load_peft(base_dir, adapter_dir)
+
+
+def _stamp(adapter_dir: str | None) -> int:
+    """Changes when the adapter is written again, so that a cached model is not used for it."""
+    return 0 if adapter_dir is None else (Path(adapter_dir) / "adapter_model.safetensors").stat().st_mtime_ns
