@@ -10,11 +10,10 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "tp_checks.py"
 
 
 def test_two_ranks_are_as_exact_as_one_and_refuse_together(tmp_path):
-    flags = ["--tp", "2", "--tiny", "--device", "cpu", "--dtype", "float32", "--steps", "150", "--out", str(tmp_path)]
+    flags = ["--tp", "2", "--tiny", "--device", "cpu", "--dtype", "float32", "--steps", "150", "--new-tokens", "48"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, env=environment, timeout=900, check=False
-    )
+    command = [sys.executable, str(SCRIPT), *flags, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     exact = json.loads((tmp_path / "exactness_tp2.json").read_text())["rows"]
     assert {row["tp"] for row in exact} == {1, 2} and all(row["ok"] for row in exact)

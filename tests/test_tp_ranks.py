@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import replace
 from types import SimpleNamespace
@@ -120,13 +121,10 @@ def _process(number: int, size: int, rendezvous: str, job, results) -> None:
     try:
         with torch.inference_mode():  # as SGLang's scheduler
             results.put((number, job(Rank(number, size, rendezvous))))
-        dist.barrier()  # gloo aborts where a peer is gone already
+        dist.barrier()  # no peer is still reading
     except Exception:
         results.put((number, RuntimeError(traceback.format_exc())))
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process that tears them down
 
 
 def on_ranks(job, size: int, folder) -> list:
@@ -137,6 +135,9 @@ def on_ranks(job, size: int, folder) -> list:
     answers = dict(results.get() for _ in range(size))
     while not processes.join(timeout=60):
         pass
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
     return [answers[rank] for rank in range(size)]
 
 
