@@ -19,19 +19,32 @@ def table(name: str) -> str:
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    return f"{exactness(result['rows'])}\n\n{caption}, [raw results](benchmarks/results/{name})."
+    rows = (decode if name.startswith("decode") else exactness)(result["rows"])
+    return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
 
 
 def exactness(rows: list[dict]) -> str:
     lines = [
-        "| adapter | served by | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| adapter | served by | GPUs | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
         errors = " | ".join(f"{row[key]:.2e}" for key in ("mean_error", "peft_error", "base_error", "p999_error"))
         served_by = "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
-        lines.append(f"| {row['adapter']} | {served_by} | {row['dtype']} | {row['effect']:.3f} | {errors} | {share} |")
+        lines.append(f"| {row['adapter']} | {served_by} | {row['tp']} | {row['dtype']} | {row['effect']:.3f} | {errors} | {share} |")
+    return "\n".join(lines)
+
+
+def decode(rows: list[dict]) -> str:
+    lines = [
+        "| workload | rows | tenants | ms a token | reference ms | ratio | spread | target | SGLang's best |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        known = [f"{row[key]:g}" if row.get(key) else "" for key in ("target", "best_stock")]
+        times = f"{row['tpot_ms']:.2f} | {row['base_ms']:.2f} | {row['ratio']:.3f} | {row['spread']:.3f}"
+        lines.append(f"| {row['workload']} | {row.get('bs', '')} | {row.get('tenants', '')} | {times} | {' | '.join(known)} |")
     return "\n".join(lines)
 
 
@@ -50,7 +63,8 @@ def main() -> None:
     if args.write:
         args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        print("\n\n".join(block(path.name) for path in sorted(RESULTS.glob("exactness_*.json"))))
+        names = sorted(path.name for kind in ("exactness", "decode") for path in RESULTS.glob(f"{kind}_*.json"))
+        print("\n\n".join(map(block, names)))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def test_measured_tables_are_their_result_files():
     assert text == tables.updated(text), "run: python benchmarks/tables.py --write README.md"
     for name in re.findall(r"<!-- table: (\S+) -->", text):
         result = json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
-        assert all(row["ok"] for row in result["rows"] if row["backend"] == "scute")
+        if name.startswith("exactness"):
+            assert all(row["ok"] for row in result["rows"] if row["backend"] == "scute")
 
 
 def test_a_method_without_support_is_noticed(monkeypatch):

@@ -1,8 +1,11 @@
 """Where blocks go in the arena: pure functions of host state, the deciding half of pool.py.
 
 Gaps are what lies between the blocks that stay, so they coalesce by themselves. A new block goes into the smallest
-gap that holds it, larger blocks first. Where no gap does, idle tenants are evicted, least recently used first; the
-block of a tenant that the batch names is never moved. Ties go by name: all ranks come to the same answer.
+gap that holds it, larger blocks first. Where no gap does, idle tenants are evicted, least recently used first. If
+that is not enough, because the batch's own residents lie in the way, all its blocks are loaded again, packed without
+gaps: decisions fall between forward passes, when no block is in use. So a batch fits exactly if its bytes do, and
+what was admitted on that ground stays so whatever is loaded or evicted in the meantime. Ties go by name: all ranks
+come to the same answer.
 """
 
 from __future__ import annotations
@@ -71,19 +74,16 @@ def sets_of(tenants: Iterable[Tenant]) -> list[Set]:
     return sorted({t.shared for t in tenants if t.shared}, key=lambda s: s.name)
 
 
-def can_fit(wanted: list[Tenant], residents: Collection[Tenant], room: Room) -> bool:
-    """Whether :func:`choose` finds a move, whatever the order of use: evicting all idle leaves the most room."""
-    if all(t.slot >= 0 for t in wanted):
-        return True
-    if demand(wanted) > room.nbytes:
-        return False
-    return bool(_fit(wanted, [t for t in residents if t.pinned], room) or _rehome(wanted, residents, room))
+def can_fit(wanted: Iterable[Tenant], residents: Iterable[Tenant], room: Room) -> bool:
+    """Whether :func:`choose` finds a move: whether these and the resident pins fit together, wherever they lie."""
+    needed = {*wanted, *(t for t in residents if t.pinned)}
+    return len(needed) <= room.slots and demand(needed) <= room.nbytes
 
 
 def choose(wanted: list[Tenant], residents: Collection[Tenant], room: Room) -> Move | None:
     """Evict the shortest run of least recently used tenants that makes room for ``wanted``.
 
-    Of the run, those that are in nobody's way stay. None if there is no room even without any idle tenant.
+    Of the run, those that are in nobody's way stay. None if they do not fit (:func:`can_fit`).
     """
     batch = set(wanted)
     idle = sorted((t for t in residents if not t.pinned and t not in batch), key=lambda t: (t.used, t.name))
@@ -101,19 +101,19 @@ def choose(wanted: list[Tenant], residents: Collection[Tenant], room: Room) -> M
     high = min(high, len(idle))
     count = bisect_left(range(high), True, low, key=lambda count: without(count) is not None)
     move = without(count)
-    return _rehome(wanted, residents, room) if move is None else _spare(move, idle[:count], room)
+    return _repack(wanted, residents, room) if move is None else _spare(move, idle[:count], room)
 
 
-def _fit(wanted: list[Tenant], keep: list[Tenant], room: Room, reuse_sets: bool = True) -> Move | None:
-    """Places for what ``wanted`` lacks while ``keep`` and its residents stay where they are; None if there are none.
+def _fit(wanted: list[Tenant], keep: list[Tenant], room: Room, reuse: bool = True) -> Move | None:
+    """Places for ``wanted`` while ``keep`` stays where it is; None if there are none.
 
-    ``reuse_sets``: a resident set that only newcomers use stays in place too.
+    ``reuse``: what of ``wanted`` and its sets is resident stays in place too.
     """
-    stay = set(keep) | ({t for t in wanted if t.slot >= 0} if reuse_sets else set())
+    stay = set(keep) | ({t for t in wanted if t.slot >= 0} if reuse else set())
     new = [t for t in wanted if t not in stay]
     if len(stay) + len(new) > room.slots:
         return None
-    keep_sets = {s for s in sets_of(stay.union(new) if reuse_sets else stay) if s.offset >= 0}
+    keep_sets = {s for s in sets_of(stay.union(new) if reuse else stay) if s.offset >= 0}
     new_sets = [s for s in sets_of(new) if s not in keep_sets]
     gaps = _gaps([*stay, *keep_sets], room.nbytes)
     offsets = {}
@@ -128,14 +128,10 @@ def _fit(wanted: list[Tenant], keep: list[Tenant], room: Room, reuse_sets: bool 
     return Move(stay, keep_sets, [(block, offsets[block]) for block in [*new_sets, *new]])
 
 
-def _rehome(wanted: list[Tenant], residents: Collection[Tenant], room: Room) -> Move | None:
-    """Last resort against a pinned idle tenant or a set in the middle: it leaves and comes back elsewhere.
-
-    It makes sure that any tenant fits once nothing else runs, so that no request waits for ever.
-    """
-    batch = set(wanted)
-    pinned = sorted((t for t in residents if t.pinned and t not in batch), key=lambda t: t.name)
-    return _fit([*wanted, *pinned], [t for t in wanted if t.slot >= 0], room, reuse_sets=False)
+def _repack(wanted: list[Tenant], residents: Collection[Tenant], room: Room) -> Move | None:
+    """Last resort against fragmentation: everything leaves; the batch and the pins come back side by side."""
+    needed = {*wanted, *(t for t in residents if t.pinned)}
+    return _fit(sorted(needed, key=lambda t: t.name), [], room, reuse=False)
 
 
 def _spare(move: Move, victims: list[Tenant], room: Room) -> Move:

@@ -20,8 +20,6 @@ from scute_sgl.arena import Move, Room, Set, Tenant, block_size, can_fit, choose
 from scute_sgl.errors import AdapterError
 from scute_sgl.image import Image
 
-MAX_ANSWERS = 4096  # of can_hold, kept between changes
-
 
 class Pool:
     """Device tables for ops: ``arena`` uint8, ``table`` int64 (slots, modules, FIELDS), ``slots`` int32
@@ -53,7 +51,6 @@ class Pool:
         self._resident: dict[int, Tenant] = {}  # by slot
         self._sets: dict[str, Set] = {}  # by content
         self._leaving: list[Tenant] = []  # forgotten, until no batch names them
-        self._answers: dict[frozenset[str], bool] = {}  # of can_hold, since the last change
         self._step = self._swap_ins = self._evictions = 0
         self._erase(0, self.room.nbytes)
 
@@ -81,7 +78,6 @@ class Pool:
         self._tenants[uid] = tenant
         if shared is not None:
             self._sets[shared.name] = shared
-        self._answers.clear()
 
     def forget(self, uid: str) -> None:
         """Unload. Batches may still name the tenant until an ``ensure`` lets it go. AdapterError ``not_found``."""
@@ -93,25 +89,17 @@ class Pool:
             self._leaving.append(tenant)
         else:  # no batch ever named it: nothing to wait for
             self._drop(tenant)
-        self._answers.clear()
 
     def can_hold(self, uids: Iterable[str | None]) -> bool:
         """Whether ``ensure(uids)`` would succeed now. None is the base and always fits; unknown uids do not.
 
-        Cheap enough for every waiting request of every step: nothing is simulated while all are resident, and
-        an answer is kept until a tenant comes or goes.
+        It depends on sizes and pins alone, not on where blocks lie: requests admitted together still fit together
+        after other passes have come and gone.
         """
-        wanted = frozenset(uids) - {None}
-        tenants = [self._tenants.get(uid) for uid in sorted(wanted)]
+        tenants = [self._tenants.get(uid) for uid in set(uids) - {None}]
         if None in tenants:
             return False
-        if all(t.slot >= 0 for t in tenants):
-            return True
-        if wanted not in self._answers:
-            if len(self._answers) >= MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[wanted] = can_fit(tenants, self._resident.values(), self.room)
-        return self._answers[wanted]
+        return all(t.slot >= 0 for t in tenants) or can_fit(tenants, self._resident.values(), self.room)
 
     def ensure(self, uids: Iterable[str | None], named: Collection[str] = ()) -> None:
         """Make these tenants resident, evicting idle ones as needed, and let forgotten ones go.
@@ -201,7 +189,6 @@ class Pool:
                 self._load_set(block)
             else:
                 self._load(block)
-        self._answers.clear()
 
     def _load(self, tenant: Tenant) -> None:
         image = tenant.image
