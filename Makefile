@@ -1,5 +1,5 @@
 # make demo          serve five kinds of PEFT adapters in one mixed batch and compare them with PEFT (no GPU needed)
-# make test          the test suite; GPU tests are skipped where there is no GPU
+# make test          the test suite; GPU tests are skipped where there is no GPU (SGLANG_PLUGINS=scute may be set)
 # make test-latest   a part of it on the newest SGLang release that the package is tested with
 # make env           what both do first: a virtual environment with SGLang, PEFT and the built extension
 # make clean         remove all of that
