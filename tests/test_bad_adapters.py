@@ -129,6 +129,32 @@ def test_a_bad_adapter_is_refused_and_changes_nothing(server, kit, before, tmp_p
     assert before() and list(server.state()["tenants"]) == TENANTS
 
 
+def test_what_a_file_says_in_no_characters_is_refused_in_text(server, kit, before, tmp_path):
+    """JSON may hold half of a surrogate pair, which no reply can."""
+    folder = Path(shutil.copytree(kit.adapter("lora"), tmp_path / "sql"))
+    edit_config(folder, peft_type="\ud800")
+    status, reply = server.load("sql", str(folder))
+    assert status == 400 and "peft_type=\\ud800" in reply["error_message"] and before()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1}, {"temperature": 1, "top_p": 0.5, "n": 2}])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_an_overflow_ends_its_own_requests_only(server, kit, before, tmp_path, sampling, tokens):
+    """Every value of the file is finite, so only the products show it; a sampler that meets NaN ends the server."""
+    folder = Path(shutil.copytree(kit.adapter("lora"), tmp_path / "huge"))
+    tensors(lambda found: found.update({key: tensor * 1e30 for key, tensor in found.items()}))(folder)
+    assert server.load("huge", str(folder))[0] == 200
+    body = {"sampling_params": {"max_new_tokens": tokens} | sampling, "return_logprob": True}
+    try:
+        status, reply = server.call("/generate", body | {"input_ids": prompt(5), "lora_path": "huge"})
+        assert status == 400 and "adapter 'huge' refused [bad_config]: found logits that are not finite" in str(reply)
+        body["sampling_params"] |= {"n": 1}
+        answers = [server.call("/generate", body | {"input_ids": prompt(5), "lora_path": name})[0] for name in TENANTS]
+        assert answers == [200] * len(TENANTS) and before()
+    finally:
+        assert server.unload("huge")[0] == 200
+
+
 @pytest.mark.parametrize(
     ("name", "path", "status", "code"),
     [

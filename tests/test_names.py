@@ -50,6 +50,13 @@ def test_other_names_are_not_found(server, loaded, name):
         assert status == 404 and "refused [not_found]" in str(reply), path
 
 
+@pytest.mark.parametrize("model", [5, ["lora"], {"lora": 1}])
+def test_a_name_is_text(server, model):
+    """Rerank's schema has no model, so nothing but the plugin looks at its type."""
+    status, reply = server.call("/v1/rerank", {"model": model, "query": "w5", "documents": ["w6"]})
+    assert status == 400 and "found no text, want a name" in str(reply)
+
+
 def test_models_are_listed_and_answered_one_by_one(server, loaded):
     loaded("lora", "dora")
     base, *adapters = server.ok("/v1/models")["data"]

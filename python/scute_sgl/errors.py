@@ -44,4 +44,5 @@ class AdapterError(ValueError):
 
     def __str__(self) -> str:
         where = " ".join(part for part in (self.module, self.key) if part)
-        return f"adapter {self.adapter!r} refused [{self.code}]: {where + ': ' if where else ''}{self.hint}"
+        text = f"adapter {self.adapter!r} refused [{self.code}]: {where + ': ' if where else ''}{self.hint}"
+        return text.encode(errors="backslashreplace").decode()  # JSON files may hold lone surrogates, replies may not

@@ -61,8 +61,10 @@ def base_names(manager) -> set[str]:
     return {name for name in names if name} | {"default"}
 
 
-def resolve(manager, name: str | None) -> str | None:
+def resolve(manager, name: object) -> str | None:
     """Name of the loaded adapter that ``name`` means; None for the base. Refusal if it means neither."""
+    if name is not None and not isinstance(name, str):  # not every endpoint's schema checks it
+        raise Refusal(AdapterError("bad_config", "found no text, want a name", adapter=str(name)[:80]))
     if not name or name in base_names(manager):
         return None
     loaded = manager.lora_registry.names

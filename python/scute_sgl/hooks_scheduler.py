@@ -1,8 +1,10 @@
-"""Hooks in the scheduler process: our manager in place of SGLang's, counters, and changes of base weights."""
+"""Hooks in the scheduler process: our manager in place of SGLang's, counters, changes of base weights,
+and the end of requests whose adapter overflows."""
 
 from __future__ import annotations
 
 import os
+from http import HTTPStatus
 
 from scute_sgl import hooks
 from scute_sgl.errors import AdapterError
@@ -62,6 +64,45 @@ def update_weights(original, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
+OVERFLOWN = -1  # on the host, in place of the token that such a row got
+
+
+def sample(original, self, logits_output, forward_batch):
+    """Finite tensors may have a product that is not, and a sampler that meets a NaN takes the server down.
+
+    Such rows sample from equal logits. Nothing waits for the device: what they were travels with the tokens.
+    """
+    manager, logits = _manager_of(self), logits_output.next_token_logits
+    if manager is None or not manager.lora_backend.live or logits is None:
+        return original(self, logits_output, forward_batch)
+    overflown = ~logits.amax(-1).isfinite()
+    logits.masked_fill_(overflown[:, None], 0)
+    logits_output.scute_overflown = overflown
+    return original(self, logits_output, forward_batch)
+
+
+def relay_forward_payload(original, self, *args):
+    """The next pass reads the valid tokens that it is handed here; what the host then reads tells of overflow."""
+    original(self, *args)
+    result = args[-1]
+    overflown = getattr(result.logits_output, "scute_overflown", None)
+    if overflown is not None:
+        result.next_token_ids = result.next_token_ids.masked_fill(overflown, OVERFLOWN)
+
+
+def update_finish_state(original, self, new_accepted_len=1):
+    if _manager is not None and new_accepted_len and self.output_ids[-1] == OVERFLOWN:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        self.output_ids[-1] = 0  # a token for whoever decodes or caches it
+        if not self.finished():
+            tenant = _manager.tenants.get(self.lora_id)
+            hint = "found logits that are not finite: with this prompt it overflows in the server's dtype"
+            refusal = AdapterError("bad_config", hint, adapter=tenant.name if tenant else "")
+            self.to_finish = self.to_finish or FINISH_ABORT(str(refusal), HTTPStatus.BAD_REQUEST, "BadRequestError")
+    original(self, new_accepted_len)
+
+
 def _manager_of(model_runner):
     """Our manager, or None where there is none, as for a draft model."""
     manager = getattr(model_runner, "lora_manager", None)
@@ -79,6 +120,9 @@ HOOKS = [
     ),
     Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", can_run_graph, ("forward_batch",)),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", get_internal_state, ("recv_req",)),
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.sample", sample, ("logits_output", "forward_batch")),
+    Hook("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", relay_forward_payload, ("batch_result",)),
+    Hook("sglang.srt.managers.schedule_batch.Req.update_finish_state", update_finish_state, ("new_accepted_len",)),
     Hook(_UPDATER + "update_weights_from_disk", update_weights),
     Hook(f"{_UPDATER}update_weights_from_distributed | {_UPDATER}load_weights_from_distributed", update_weights),
     Hook(_UPDATER + "update_weights_from_tensor", update_weights),
