@@ -204,6 +204,7 @@ def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
     {"a": entry(offsets=(8, 0))}, {"a": entry(offsets=(0,))}, {"a": entry(shape=(1,) * 9 + (2,))},
     {"a": {"dtype": "F32"}}, {"a": 3}, {"a": entry(), "b": entry()}, {"a": entry(shape=(1,), offsets=(4, 8))},
     {"a": entry(shape=(1,), offsets=(0, 4))}, {"a": entry(shape=(4,), offsets=(0, 16))},
+    {"a": entry(), "b": entry(shape=(0, 10**30), offsets=(8, 8))}, {"a": entry(), "b": entry(shape=(0, 1 << 62, 4), offsets=(8, 8))},
 ])  # fmt: skip
 def test_bad_header_entries(folder, header):
     """B125: among them overlaps, gaps and ends beyond the file."""

@@ -147,6 +147,8 @@ def _read_safetensors(path: Path, max_bytes: int) -> dict[str, Tensor]:
                     raise ValueError
                 if len(shape) > 8 or end - begin != math.prod(shape) * dtype.itemsize:
                     raise ValueError
+                if math.prod(max(n, 1) for n in shape) > MAX_BYTES:  # no elements, but strides that overflow
+                    raise ValueError
             except (KeyError, TypeError, ValueError):
                 raise bad(f"found entry {str(entry)[:120]}", key[:200]) from None
             extents.append((begin, end, key, dtype, shape))
