@@ -85,3 +85,12 @@ def test_a_reloaded_name_does_not_reuse_the_old_prefixes(server, kit):
         answer = server.generate(ids, "x", n=4)
         assert answer["output_ids"] == kit.greedy(adapter, ids, 4) and answer["meta_info"]["cached_tokens"] == 0
         assert server.unload("x")[0] == 200
+
+
+def test_a_grammar_without_a_gpu_is_refused(server, loaded):
+    """SGLang's xgrammar would look for a driver and end the scheduler."""
+    for tenant in (None, *loaded("lora")):
+        body = {"text": "w5 w6", "lora_path": tenant, "sampling_params": {"max_new_tokens": 2, "regex": "w[0-9]+"}}
+        status, reply = server.call("/generate", body)
+        assert status == 400 and "Grammar-based generation" in str(reply), reply
+    assert server.generate(prompt(3), "lora", n=2)["output_ids"]

@@ -102,6 +102,9 @@ def defaults(view) -> dict:
     changes["max_loras_per_batch"] = int(slots)
     if view.device == "cpu" and view.max_total_tokens is None:
         changes["max_total_tokens"] = options.CPU_MAX_TOTAL_TOKENS
+    if view.device == "cpu" and view.grammar_backend == "xgrammar":
+        # Its mask kernels ask for an NVIDIA driver, and the scheduler ends; without it such a request is refused.
+        changes["grammar_backend"] = "none"
     return changes
 
 

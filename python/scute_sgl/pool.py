@@ -167,7 +167,8 @@ class Pool:
         for other in known if tenant.pinned else [tenant]:
             need = demand([*pinned, other])
             if need > self.room.nbytes:
-                hint = f"{other.name} and {len(pinned) - other.pinned} pinned adapters beside it need {need} bytes"
+                what = "it" if other is tenant else "an adapter loaded before"  # uids mean nothing to users
+                hint = f"{what} and {len(pinned) - other.pinned} pinned adapters beside it need {need} bytes"
                 hint += f", the arena has {self.room.nbytes}: raise --scute-arena-mb"
                 raise AdapterError("too_large", hint, adapter=tenant.name)
 
