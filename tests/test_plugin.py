@@ -85,7 +85,7 @@ def test_flags_reach_other_processes_through_the_environment(monkeypatch):
 
 def arguments(**changes) -> SimpleNamespace:
     plain = {
-        "lora_backend": "scute", "enable_lora": True, "lora_paths": None, "device": "cpu", "max_total_tokens": None,
+        "lora_backend": "scute", "enable_lora": True, "lora_paths": None, "device": "cpu", "max_total_tokens": None, "grammar_backend": "xgrammar",
         "max_lora_rank": None, "lora_target_modules": None, "max_loras_per_batch": 8, "max_loaded_loras": None,
     }  # fmt: skip
     return SimpleNamespace(**plain | changes)
@@ -98,6 +98,8 @@ def test_defaults_that_scute_changes():
     assert hooks_args.defaults(arguments(max_loras_per_batch=3))["max_loras_per_batch"] == 3
     assert hooks_args.defaults(arguments(max_loaded_loras=16))["max_loras_per_batch"] == 16
     assert "max_total_tokens" not in hooks_args.defaults(arguments(max_total_tokens=100))
+    assert changed["grammar_backend"] == "none"  # on the CPU xgrammar would end the server
+    assert "grammar_backend" not in hooks_args.defaults(arguments(grammar_backend="outlines"))
     assert type(hooks_args.defaults(arguments(max_loras_per_batch=Given(8)))["max_loras_per_batch"]) is int
 
 
