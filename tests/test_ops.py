@@ -10,6 +10,7 @@ import test_ops_rotate
 import test_ops_vera
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
+from torch.library import opcheck
 
 import scute_sgl
 from scute_sgl import layout, ops
@@ -36,7 +37,7 @@ def test_schema_and_fake_hold(name, device):
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
     given |= {out: given[out].nan_to_num(0.0) for out in ("v", "out") if out in given}
-    torch.library.opcheck(getattr(torch.ops.scute, name).default, (), given)
+    opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 
 def test_build_info():

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
 from scute_sgl import _C
 
@@ -121,4 +122,4 @@ def _fake(*args) -> None:
 
 
 for _name in ("plan", "shrink", "lookup", "expand", "vera", "rotate"):
-    torch.library.register_fake(f"scute::{_name}", _fake)
+    register_fake(f"scute::{_name}", _fake)
