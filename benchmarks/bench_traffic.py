@@ -127,7 +127,7 @@ def measure(server: Server, model: Path, written: dict[str, Future], args) -> No
         state = server.scute_state()
         most = {f"most_{what}_in_forward": state[f"max_{what}_in_forward"] for what in ("tenants", "methods")}
         save(args.out, rows, **most, pool=state["pool"])
-    say(f"most tenants in one forward pass: {most['most_tenants_in_forward']}, methods {most['most_methods_in_forward']}")
+    say("  ".join(f"{what} {count}" for what, count in most.items()))
 
 
 def main() -> None:

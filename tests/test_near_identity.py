@@ -76,8 +76,9 @@ class Served:
         ops.expand(v, pool.arena, pool.table, plan.words, TILE_ROWS, module, columns, y)
         if self.live & SHARED:
             ops.vera(
-                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, TILE_ROWS, module, columns, 0, [0], v, y
-            )
+                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, TILE_ROWS,
+                module, columns, 0, [0], v, y,
+            )  # fmt: skip
         return y
 
 

@@ -11,7 +11,7 @@ REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
 def check(info: dict, device: torch.device, dtype: torch.dtype) -> None:
-    """RuntimeError that says why and what to run, unless the ops serve this device and dtype. ``info``: build_info()."""
+    """RuntimeError that says why and what to run, unless the ops of ``build_info()`` serve this device and dtype."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     why = problem(info, torch.__version__, torch.version.cuda, capability, dtype)
     if why:

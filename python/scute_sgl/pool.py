@@ -102,7 +102,7 @@ class Pool:
         return all(t.slot >= 0 for t in tenants) or can_fit(tenants, self._resident.values(), self.room)
 
     def ensure(self, uids: Iterable[str | None]) -> None:
-        """Make these tenants resident, evicting idle ones as needed, and let forgotten ones that are not among them go.
+        """Make these tenants resident, evicting idle ones as needed, and let forgotten ones go that no batch needs.
 
         AdapterError ``not_found`` (unknown uid) and ``no_slot`` (see :meth:`can_hold`); both leave everything as it was.
         """
