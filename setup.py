@@ -6,6 +6,7 @@ limits the compilers.
 """
 
 import os
+import re
 from glob import glob
 from pathlib import Path
 
@@ -46,6 +47,9 @@ def cuda_home() -> str | None:
 def cuda_archs() -> str:
     """Value for TORCH_CUDA_ARCH_LIST: the user's, that of the GPUs here, or one that suits most servers."""
     if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        archs = ";".join(archs.replace(";", " ").split())
+        if not re.fullmatch(r"(\d+\.\d+[af]?(\+PTX)?(;|$))+", archs):  # torch takes names too; build.py compares numbers
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST is {archs}; want numbers such as 8.0;9.0+PTX")
         return archs
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     return ";".join(f"{major}.{minor}" for major, minor in sorted(found)) or "8.0;9.0+PTX"

@@ -4,7 +4,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import json
 import multiprocessing
+import time
+import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -54,3 +57,24 @@ def loaded(server, kit):
     yield load
     for name in names:
         server.unload(name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good adapter of small_files' base; tests spoil it."""
+    from safetensors.torch import save_file
+    from small_files import lora_config, lora_tensors
+
+    (tmp_path / "adapter_config.json").write_text(json.dumps(lora_config()))
+    save_file(lora_tensors(), tmp_path / "adapter_model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def quickly_and_in_little_memory():
+    tracemalloc.start()
+    begin = time.process_time()  # of this process: a busy machine is no fault of the reader
+    yield
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 10 and peak < 64 << 20, (seconds, peak)

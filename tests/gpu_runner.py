@@ -110,6 +110,15 @@ class Runner:
 
     # What the tests ask
 
+    def greedy(self, tenants: list[str | None], steps: int):
+        """Logits, float32 (rows, steps, vocabulary), of greedy decoding with one row for each of these tenants."""
+        rows, chosen = [Row(tenant, token=3 + i, length=8 + i) for i, tenant in enumerate(tenants)], []
+        for _ in range(steps):
+            chosen.append(self.logits(rows).float())
+            tokens = chosen[-1].argmax(-1).tolist()
+            rows = [Row(row.tenant, token, row.length + 1) for row, token in zip(rows, tokens, strict=True)]
+        return torch.stack(chosen, 1).cpu().numpy()
+
     def replays(self, steps: int, seed: int) -> dict:
         """Replays with tenants, methods and batch size changing every step, each against its eager twin."""
         from scute_sgl.graphs import variant_of

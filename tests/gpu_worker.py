@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
+from pathlib import Path
 
 SIZES = [1, 2, 4, 8, 16]  # captured batch sizes
 
@@ -58,6 +59,21 @@ def _serve(pipe, backend: str, base: str, device: str, environment: dict[str, st
             pipe.send((True, getattr(runner, name)(*args, **kwargs)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+
+
+def write_base(folder: Path, hidden: int) -> str:
+    """Two layers; from 1,024 on, wide enough that every op runs several tiles, several chunks and several blocks."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=2,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 256, max_position_embeddings=512,
+        initializer_range=0.03, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).half().save_pretrained(folder)
+    return str(folder)
 
 
 def start_model_runner(backend: str, base: str, device: str):

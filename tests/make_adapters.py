@@ -1,7 +1,7 @@
 """Tiny base models, and adapters that PEFT itself writes for them.
 
     base = make_base("llama", root)                        # any name of BASES -> folder, made once
-    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS or REFUSED -> folder
+    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS, NEAR or REFUSED -> folder
 
 Adapters are far from the identity unless their name ends in _near. Everything is seeded and runs on the CPU in
 float32. Not a test module; needs peft and transformers, not scute_sgl.
@@ -178,6 +178,19 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
 # One term of the series is the identity: on a base without biases such an adapter does nothing.
 WITHOUT_EFFECT = {"oft_one_term"}
 
+# As near the identity as trained adapters are.
+NEAR: dict[str, Callable[[str, str], None]] = {
+    "lora_near": _lora(near=True),
+    "lora_bias_near": _lora(near=True, lora_bias=True, r=3, target_modules=["q_proj", "o_proj", "lm_head"]),
+    "dora_near": ADAPTERS["dora_near"],
+    "dora_rslora_near": _dora(near=True, use_rslora=True, r=8),
+    "ia3_near": ADAPTERS["ia3_near"],
+    "ia3_many_ff_near": _ia3(ALL, ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], near=True),
+    "vera_near": _vera(near=True, target_modules=ALL),
+    "oft_near": ADAPTERS["oft_near"],
+    "oft_block_share_near": _oft(near=True, block_share=True, oft_block_size=8),
+}  # fmt: skip
+
 # What PEFT writes and scute refuses.
 REFUSED: dict[str, Callable[[str, str], None]] = {
     "loha": lambda base, out: _write(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
@@ -188,7 +201,7 @@ REFUSED: dict[str, Callable[[str, str], None]] = {
 
 def write_adapter(base_dir: str | os.PathLike, out_dir: str | os.PathLike, name: str) -> str:
     """PEFT's save_pretrained of adapter ``name`` on this base, with random weights; returns the folder."""
-    (ADAPTERS | REFUSED)[name](str(base_dir), str(out_dir))
+    (ADAPTERS | NEAR | REFUSED)[name](str(base_dir), str(out_dir))
     return str(out_dir)
 
 
@@ -224,9 +237,9 @@ def _randomise(model: PeftModel, near: bool) -> None:
         elif "oft_" in name:
             p.copy_(torch.randn_like(p) * (0.003 if near else 0.04))
         elif "vera_lambda" in name:
-            p.copy_(torch.randn_like(p) * 0.4)
+            p.copy_(torch.randn_like(p) * (0.05 if near else 0.4))
         elif name.endswith("bias"):
-            p.copy_(torch.randn_like(p) * 0.3)
+            p.copy_(torch.randn_like(p) * (0.01 if near else 0.3))
     for module in model.modules():  # DoRA last: m is relative to the norms that A and B give
         if not getattr(module, "lora_magnitude_vector", None):
             continue

@@ -14,6 +14,10 @@ BASE = BaseShape(
     {EMBED: (32, 16), PATH: (16, 8), "model.layers.1.mlp.up_proj": (16, 8), "model.layers.0.mlp.down_proj": (8, 16),
      HEAD: (16, 32)}, dtype=torch.float32, vocab_size=32)  # fmt: skip
 
+BAD_JSON = [
+    b"", b"[]", b"3", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1,"a":2}', b'{"a":' + b"9" * 5000 + b"}",
+]  # fmt: skip
+
 
 def key(name, path=PATH):
     return f"base_model.model.{path}.{name}"

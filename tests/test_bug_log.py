@@ -105,9 +105,9 @@ TESTS = {
     "B118": "test_method_refusals::test_readers_do_not_import_peft_or_sglang",
     "B119": "test_bad_adapters::test_a_bad_name_or_path_is_refused",
     "B121": "test_checkpoint::test_pickle_alone_is_never_opened",
-    "B122": "test_checkpoint::test_pickle_named_safetensors",
+    "B122": "test_safetensors::test_pickle_named_safetensors",
     "B124": "test_names::test_other_names_are_not_found",
-    "B125": "test_checkpoint::test_bad_header_entries",
+    "B125": "test_safetensors::test_bad_header_entries",
     # Selecting an adapter, configuration, observability
     "B127": "test_names::test_other_names_are_not_found",
     "B128": "test_names::test_an_adapter_may_have_any_name_that_is_not_the_bases",

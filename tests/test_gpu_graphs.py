@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 import torch
-from gpu_worker import SIZES, Worker
+from gpu_worker import SIZES, Worker, write_base
 from make_adapters import write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -24,17 +24,7 @@ RESIDENT = ["lora", "dora", "vera_all", "oft"]  # one for every op, so that all 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Two layers, wide enough that every op runs several tiles, several chunks and several blocks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
-        vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.03, tie_word_embeddings=False,
-    )  # fmt: skip
-    LlamaForCausalLM(config).half().save_pretrained(folder)
-    return str(folder)
+    return write_base(tmp_path_factory.mktemp("base"), hidden=1024)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """The kernels for many rows: clusters that share a tile's inputs, groups of ranks, columns not at multiples of 16 bytes.
 
-Oracle and tenants are those of ``test_ops_cuda``; requests follow one another, as in a prefill pass.
+Oracle and tenants are those of ``cuda_cases``; requests follow one another, as in a prefill pass.
 """
 
 import pytest
 import torch
+from cuda_cases import COLUMNS, OUT_BEGIN, World, check, oracle, rows_of, tiles
 from ops_cases import DEVICES
 from ops_checks import same_bits
-from test_ops_cuda import COLUMNS, OUT_BEGIN, World, check, oracle, rows_of, tiles
 
 from scute_sgl import ops, reference
 

@@ -176,11 +176,11 @@ def table(rows: list[dict]) -> str:
 class Server:
     """``sglang.launch_server`` with the scute backend on a free loopback port, for the length of a with block."""
 
-    def __init__(self, model: Path, log: Path, flags: list[str]):
+    def __init__(self, model: Path, log: Path, flags: list[str], start_seconds: float = START_SECONDS):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.model, self.log, self.flags = model, log, flags
+        self.model, self.log, self.flags, self.start_seconds = model, log, flags, start_seconds
 
     def __enter__(self) -> Server:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), *self.flags]
@@ -188,7 +188,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):

@@ -11,7 +11,7 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.hooks import Hook
 
 
-_manager = None  # a scheduler process has one model and one manager; None where another backend serves
+_manager = None  # a process has one model, for draft models are refused; None where another backend serves it
 
 
 def init_lora_manager(original, self):
@@ -39,13 +39,11 @@ def init_lora_manager(original, self):
 
 def resolve_decode_backend(original, cuda_graph_runner):
     graphs = original(cuda_graph_runner)
-    manager = _manager_of(cuda_graph_runner.model_runner)
-    return graphs if manager is None else manager.lora_backend.capture_variants(graphs)
+    return graphs if _manager is None else _manager.lora_backend.capture_variants(graphs)
 
 
 def can_run_graph(original, self, forward_batch):
-    manager = _manager_of(self.model_runner)
-    return (manager is None or manager.lora_backend.fits_graph) and original(self, forward_batch)
+    return (_manager is None or _manager.lora_backend.fits_graph) and original(self, forward_batch)
 
 
 def get_internal_state(original, self, recv_req):
@@ -72,8 +70,8 @@ def sample(original, self, logits_output, forward_batch):
 
     Such rows sample from equal logits. Nothing waits for the device: what they were travels with the tokens.
     """
-    manager, logits = _manager_of(self), logits_output.next_token_logits
-    if manager is None or not manager.lora_backend.live or logits is None:
+    logits = logits_output.next_token_logits
+    if _manager is None or not _manager.lora_backend.live or logits is None:
         return original(self, logits_output, forward_batch)
     overflown = ~logits.amax(-1).isfinite()
     logits.masked_fill_(overflown[:, None], 0)
@@ -101,12 +99,6 @@ def update_finish_state(original, self, new_accepted_len=1):
             refusal = AdapterError("bad_config", hint, adapter=tenant.name if tenant else "")
             self.to_finish = self.to_finish or FINISH_ABORT(str(refusal), HTTPStatus.BAD_REQUEST, "BadRequestError")
     original(self, new_accepted_len)
-
-
-def _manager_of(model_runner):
-    """Our manager, or None where there is none, as for a draft model."""
-    manager = getattr(model_runner, "lora_manager", None)
-    return manager if hasattr(manager, "tied_to_base") else None
 
 
 _RUNNER = "sglang.srt.model_executor.runner."

@@ -16,7 +16,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_lens
 
-from scute_sgl import image, targets
+from scute_sgl import build, image, ops, targets
 from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
 from scute_sgl.errors import AdapterError
@@ -64,6 +64,7 @@ class ScuteManager(LoRAManager):
 
     def init_state(self, max_lora_rank=None, target_modules=None, lora_paths=None) -> None:
         """Called at the end of SGLang's constructor, before the KV cache takes the memory that is left."""
+        build.check(ops.build_info(), self.device, self.dtype)
         self.configs, self.loras, self.lora_refs, self.num_pinned_loras = {}, {}, {}, 0
         self.tenants: dict[str, Tenant] = {}
         self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0, "rank_checks": 0}

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from scute_sgl import _C
+from scute_sgl.build import REBUILD
+
+try:
+    from scute_sgl import _C
+except ImportError as error:  # not built, or for another torch
+    message = f"scute_sgl's extension does not load with torch {torch.__version__} ({error})"
+    raise ImportError(f"{message}; build it, in a clone of scute_sgl: {REBUILD}") from error
 
 build_info = _C.build_info
 _ops = torch.ops.scute

@@ -10,7 +10,7 @@ on: what they read changes only between them. ``register`` and ``forget`` touch 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -101,19 +101,17 @@ class Pool:
             return False
         return all(t.slot >= 0 for t in tenants) or can_fit(tenants, self._resident.values(), self.room)
 
-    def ensure(self, uids: Iterable[str | None], named: Collection[str] = ()) -> None:
-        """Make these tenants resident, evicting idle ones as needed, and let forgotten ones go.
+    def ensure(self, uids: Iterable[str | None]) -> None:
+        """Make these tenants resident, evicting idle ones as needed, and let forgotten ones go that no batch needs.
 
-        ``named``: uids that waiting or running requests outside this batch name; a forgotten tenant stays while
-        it is among ``uids`` or ``named``. AdapterError ``not_found`` (unknown uid) and ``no_slot`` (see
-        :meth:`can_hold`); both leave everything as it was.
+        AdapterError ``not_found`` (unknown uid) and ``no_slot`` (see :meth:`can_hold`); both leave everything as it was.
         """
         names = sorted(set(uids) - {None})
         for uid in names:
             if uid not in self._tenants:
                 raise AdapterError("not_found", f"{uid} is not loaded", adapter=uid)
         wanted = [self._tenants[uid] for uid in names]
-        stale = [t for t in self._leaving if t not in wanted and (t.name not in named or self._is_replaced(t))]
+        stale = [t for t in self._leaving if t not in wanted]
         if stale or not all(t.slot >= 0 for t in wanted):
             if not self.can_hold(names):
                 need = f"{len(names)} tenants of one batch need {demand(wanted)} bytes"

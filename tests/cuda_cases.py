@@ -1,0 +1,93 @@
+"""Tenants, batches and checks of the GPU's own op tests: too large for the CPU's, with the oracle on the GPU."""
+
+import torch
+from ops_cases import Arena, make_plan
+from ops_checks import FLOAT32_SUM, ulp
+
+from scute_sgl import layout
+
+WIDTHS = (1160, 264, 72)
+COLUMNS = (0, 1160, 1424, 1496)
+OUT_BEGIN = (8, 0, 100)
+ROTATIONS = [(32, False), (64, False), (1, False), (32, True), (None, False), (8, False)]
+
+
+class World:
+    """Tenants of one fused layer: each has ``ranks[slot % len]`` of the kinds that ``kinds`` names."""
+
+    def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0):
+        arena = Arena(dtype, torch.Generator().manual_seed(seed))
+        self.dtype, self.inputs, self.rank = dtype, inputs, max(*ranks, set_rank)
+        table = torch.full((tenants, len(WIDTHS), layout.FIELDS), -1, dtype=torch.int64)
+        set_out = max(map(sum, zip(WIDTHS, OUT_BEGIN)))
+        sets = []
+        for _ in range(2):
+            A = arena.put(layout.pack_a(arena.random(set_rank, inputs + 16, std=inputs**-0.5)))
+            B = arena.put(layout.pack_b(arena.random(set_out, set_rank)))
+            sets.append([A, B, layout.round_up(set_rank, 8), inputs + 16, set_out])
+        live = layout.DELTA * ("lora" in kinds) | layout.SHARED * ("vera" in kinds) | layout.ROTATED * ("oft" in kinds)
+        for slot in range(tenants):
+            rank = ranks[slot % len(ranks)]
+            for i, width in enumerate(WIDTHS):
+                entry, block, one = table[slot, i], 0, False
+                entry[layout.META] = layout.pack_meta(0)
+                if "lora" in kinds and rank:
+                    entry[layout.A] = arena.put(layout.pack_a(arena.random(rank, inputs, std=inputs**-0.5)))
+                    entry[layout.B] = arena.put(layout.pack_b(arena.random(width, rank)))
+                if "lora" in kinds and slot % 3 != 1:
+                    entry[layout.SCALE] = arena.put(arena.random(width, std=0.1))
+                if "lora" in kinds and slot % 3 != 2:
+                    entry[layout.BIAS] = arena.put(arena.random(width))
+                if "vera" in kinds and (slot + i) % 4:
+                    entry[layout.D] = arena.put(arena.random(layout.round_up(set_rank, 8)))
+                    entry[layout.E] = arena.put(arena.random(width))
+                if "oft" in kinds and slot % 5:
+                    block, one = ROTATIONS[(slot + i) % len(ROTATIONS)]
+                    block = block or inputs
+                    blocks = 1 if one else inputs // block
+                    entry[layout.ROTATION] = arena.put(arena.random(blocks, block, block, std=0.1))
+                entry[layout.META] = layout.pack_meta(layout.round_up(rank, 8), block, one)
+        arena.fill(layout.BLOCK)
+        self.arena, self.table, self.sets = torch.cat(arena.pieces).cuda(), table.cuda(), torch.tensor(sets).cuda()
+        self.slots = torch.tensor([[live, slot % 2] for slot in range(tenants)], dtype=torch.int32).cuda()
+
+    def tensor(self, rows, width, seed):
+        values = torch.randn(rows, width + 24, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.dtype).cuda()[:, 8 : 8 + width]
+
+    def partials(self, rows, slices, split):
+        chunks = -(-self.inputs // layout.K_CHUNK) if split else 1
+        stride = layout.round_up(self.rank, 8) + 8
+        return torch.full((chunks, rows + 3, slices * stride), torch.nan, device="cuda")
+
+
+def rows_of(popularity, rows, tenants):
+    generator = torch.Generator().manual_seed(rows)
+    anyone = torch.randint(-1, tenants, (rows,), generator=generator)
+    chosen = {
+        "distinct": torch.arange(rows) % tenants,
+        "uniform": anyone,
+        "skewed": torch.where(torch.rand(rows, generator=generator) < 0.8, min(1, tenants - 1), anyone),
+    }
+    return chosen[popularity].int().cuda()
+
+
+def check(got, want, terms, dtype):
+    got, want, terms = got.double(), want.double(), terms.double()
+    blank = want.isnan()
+    assert got[blank].isnan().all(), "written where nothing was to be written"
+    excess = ((got - want).abs().cpu() / (ulp(want.cpu(), dtype) + 2 * FLOAT32_SUM * terms.cpu()))[~blank.cpu()]
+    assert not excess.isnan().any(), f"{int(excess.isnan().sum())} of {excess.numel()} values are NaN"
+    wrong = int((excess > 1).sum())
+    assert wrong == 0, f"{wrong} of {excess.numel()} values off, the worst {excess.max():.3g} times the error allowed"
+
+
+def oracle(function, given, dtype):
+    signless = {name: given[name].abs() for name in ("x", "v", "y", "out") if name in given}
+    arena = given["arena"].view(dtype).abs().view(torch.uint8)
+    return function(**given), function(**given | signless | {"arena": arena})
+
+
+def tiles(world, row_slot, tile_rows):
+    plan = make_plan(row_slot, world.slots, tile_rows)
+    return {"arena": world.arena, "table": world.table, "plan": plan, "tile_rows": tile_rows, "module": 0}
