@@ -47,11 +47,27 @@ class SharedTerm:
 
 
 @dataclass(frozen=True)
+class FromWeight:
+    """Terms and a bias that depend on the base weight W (out, in), which only the fold sees.
+
+    ``finish(P, b0)`` returns them for the whole module, as (terms, bias or None). P is ``W @ right`` (out, k) or
+    ``left @ W`` (k, in), float64 on the host and the same on all ranks. With neither operand P is W itself, in the
+    base's dtype and place, and a module that ranks share is refused. b0 is the bias of the base layer, float64
+    (out,) on the host, or None. ``right`` is (in, k), ``left`` is (k, out).
+    """
+
+    finish: Callable[[Tensor, Tensor | None], tuple[tuple[Term, ...], Tensor | None]]
+    right: Tensor | None = None
+    left: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Slots:
     """The normal form of one module as a checkpoint gives it. None and () mean the identity."""
 
     terms: tuple[Term, ...] = ()
     shared: SharedTerm | None = None
+    from_weight: FromWeight | None = None  # more terms and bias, once the base weight is known
     scale: Tensor | None = None  # s (out,): scales x R W, not the bias, not the terms
     magnitude: Tensor | None = None  # DoRA's m (out,): s = m / ||W + sum_k B_k A_k|| per row, and scales the terms too
     bias: Tensor | None = None  # (out,) added to the total bias
