@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
+from adapters_folded import FOLDED
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 from peft_answers import load_base
 from safetensors.torch import load_file, save_file
@@ -175,8 +176,9 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "oft_head": _oft(target_modules=["q_proj", "lm_head"]),
     "oft_bias_only": _oft(bias="oft_only", target_modules=["q_proj", "k_proj"]),
 }  # fmt: skip
-# One term of the series is the identity: on a base without biases such an adapter does nothing.
-WITHOUT_EFFECT = {"oft_one_term"}
+ADAPTERS |= FOLDED
+# One term of the series is the identity: on a base without biases such an adapter does nothing. Nor does glora_none.
+WITHOUT_EFFECT = {"oft_one_term", "glora_none"}
 
 # What PEFT writes and scute refuses.
 REFUSED: dict[str, Callable[[str, str], None]] = {

@@ -15,6 +15,7 @@ from small_files import BASE, PATH, key, lora_config, lora_tensors, refused
 
 from scute_sgl import checkpoint
 from scute_sgl.checkpoint import CONFIG, WEIGHTS, load, read_adapter
+from scute_sgl.methods import METHODS
 
 
 @pytest.fixture
@@ -249,7 +250,7 @@ def test_not_finite(folder, value, dtype):
 def test_method_that_is_not_served(folder, peft_type):
     """R5: names it and lists what is."""
     (folder / CONFIG).write_text(json.dumps(lora_config(peft_type=peft_type)))
-    with refused("unsupported_method", f"peft_type={str(peft_type)[:80]}", "supported: LORA, IA3, VERA, OFT"):
+    with refused("unsupported_method", f"peft_type={str(peft_type)[:80]}", f"supported: {', '.join(METHODS)}"):
         read_adapter(folder, BASE)
 
 

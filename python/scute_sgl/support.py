@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from scute_sgl import hooks_args
-from scute_sgl.methods import METHODS
+from scute_sgl.methods import METHODS, NOT_SERVED
 from scute_sgl.options import Options
 
 
@@ -45,6 +45,21 @@ SUPPORT = (
         "s b A B", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
     ),
     Support(
+        "PISSA", "LORA",
+        "all of LoRA but embeddings, unconverted; tensor parallelism only where a layer is whole",
+        "b A B", "minus the r largest singular triplets of W → a second term", reads_weight=True,
+    ),
+    Support(
+        "OLORA", "LORA",
+        "as PISSA",
+        "b A B", "minus α / r times the first r factors of W = QR → a second term", reads_weight=True,
+    ),
+    Support(
+        "KASA", "LORA",
+        "as PISSA, without `use_dora` and `lora_bias`",
+        "b A B", "`lora_diag` → B; minus the r smallest singular triplets of W → a second term", reads_weight=True,
+    ),
+    Support(
         "IA3", "IA3",
         "any linear layer and `lm_head`, as feed-forward module or not",
         "R s", "a gated `down_proj`'s vector → s of `up_proj`",
@@ -58,6 +73,31 @@ SUPPORT = (
         "OFT", "OFT",
         "both Cayley forms, `block_share`, `coft`, `bias`, files since PEFT 0.16, any linear layer and `lm_head`",
         "R b", "Cayley transform → R",
+    ),
+    Support(
+        "HRA", "HRA",
+        "with and without `apply_GS`, `bias`, any linear layer and `lm_head`",
+        "b A B", "reflections → A and B = −WUT", reads_weight=True,
+    ),
+    Support(
+        "DEFT", "DEFT",
+        "relu and qr, `alpha`, `para`, `bias`, any linear layer and `lm_head`",
+        "b A B", "κR − PᵀW → A", reads_weight=True,
+    ),
+    Support(
+        "PEANUT", "PEANUT",
+        "any depth, common activations, any linear layer and `lm_head`",
+        "A B", "the network of W → A; scaling → B", reads_weight=True,
+    ),
+    Support(
+        "GLORA", "GLORA",
+        "`config_A_B` vector, constant or none, every form of C, D and E, `bias`, any linear layer and `lm_head`",
+        "s b A B", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
+    ),
+    Support(
+        "OSF", "OSF",
+        "any `effective_rank`; as large as W itself; tensor parallelism only where a layer is whole",
+        "A B", "S → B; minus the low part of W → a second term", reads_weight=True,
     ),
 )  # fmt: skip
 
@@ -74,7 +114,7 @@ def methods() -> str:
         verdict = "exact, reads W once" if row.reads_weight else "exact"
         cells = (row.label, f"`{row.peft_type}`", row.served, row.live, row.folded, checked(row.peft_type), verdict)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "| any other | | | | | | refused: `unsupported_method` |"])
+    return "\n".join([*lines, "| any other | | | | | | refused by name, with the reason |"])
 
 
 def checked(peft_type: str) -> str:
@@ -107,6 +147,14 @@ def refused_flags() -> str:
     return "\n".join(["| setting | why |", "| --- | --- |", *(f"| {names} | {why} |" for names, why in rows)])
 
 
+def refused_methods() -> str:
+    """PEFT's types that are refused, those with one reason in one row."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in sorted(NOT_SERVED.items()):
+        by_reason.setdefault(why, []).append(f"`{name}`")
+    return "\n".join(["| `peft_type` | why |", "| --- | --- |", *(f"| {', '.join(n)} | {why} |" for why, n in by_reason.items())])
+
+
 def refused_fields() -> str:
     """Config fields that a reader knows and does not serve, with its advice."""
     found = {name: advice for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items()}
@@ -117,6 +165,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "options": options,
     "refused flags": refused_flags,
+    "refused methods": refused_methods,
     "refused fields": refused_fields,
 }
 

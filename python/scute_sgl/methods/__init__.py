@@ -4,6 +4,72 @@
 method, write its file (formula in slots.py's notation first), add a line here and a case in tests/make_adapters.py.
 """
 
-from scute_sgl.methods import ia3, lora, oft, vera
+from scute_sgl.methods import (
+    deft,
+    glora,
+    hra,
+    ia3,
+    lora,
+    oft,
+    osf,
+    peanut,
+    vera,
+)
 
-METHODS = {"LORA": lora, "IA3": ia3, "VERA": vera, "OFT": oft}  # DoRA is a LORA with use_dora
+METHODS = {
+    "DEFT": deft,
+    "GLORA": glora,
+    "HRA": hra,
+    "IA3": ia3,
+    "LORA": lora,  # with use_dora a DoRA
+    "OFT": oft,
+    "OSF": osf,
+    "PEANUT": peanut,
+    "VERA": vera,
+}
+
+_YET = "not served yet"
+_PROMPT = "it puts trained embeddings before the prompt and changes no layer"
+_CACHE = "it puts trained keys and values before the prompt's and changes no layer"
+_SPARSE = "it adds a sparse matrix to the weight; no op multiplies by one yet"
+
+# PEFT's other types, and why: the refusal says so.
+NOT_SERVED = {
+    "ADALORA": _YET,
+    "ADAMSS": _YET,
+    "ADAPTION_PROMPT": "it adds gated attention to a trained prompt and changes no linear layer",
+    "BEFT": _YET,
+    "BOFT": _YET,
+    "C3A": "its block-circulant matrices have full rank; no op multiplies by one yet",
+    "CARTRIDGE": _CACHE,
+    "CPT": _PROMPT,
+    "DELORA": _YET,
+    "FOURIERFT": _YET,
+    "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
+    "GRALORA": _YET,
+    "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
+    "LILY": "its router averages over all tokens of a call, so that an answer depends on the other requests in the batch",
+    "LN_TUNING": "it changes the weights of norms, not linear layers",
+    "LOHA": _YET,
+    "LOKR": _YET,
+    "MISS": _YET,
+    "MULTITASK_PROMPT_TUNING": _PROMPT,
+    "POLY": _YET,
+    "PREFIX_TUNING": _CACHE,
+    "PROMPT_TUNING": _PROMPT,
+    "PSOFT": "its file lacks the singular vectors that it was trained with, and their signs depend on the machine",
+    "PVERA": _YET,
+    "P_TUNING": _PROMPT,
+    "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
+    "as one low-rank term it has the rank of the whole weight",
+    "ROAD": "it rotates pairs of outputs; no op mixes outputs yet",
+    "SHADOW": "it runs a network of its own beside the model, with a state",
+    "SHIRA": _SPARSE,
+    "SUPERTUNING": _SPARSE,
+    "TINYLORA": _YET,
+    "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
+    "UNILORA": _YET,
+    "VBLORA": _YET,
+    "WAVEFT": _YET,
+    "XLORA": "it routes every token among adapters, after a pass of the base model without any",
+}

@@ -6,11 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from scute_sgl import names
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Adapter, Slots
+from scute_sgl.slots import Adapter, Slots, Term
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
 
@@ -63,6 +64,33 @@ def number(value: object, name: str) -> float:
     except OverflowError:  # JSON's integers have no limit
         pass
     raise AdapterError("bad_config", f"found {_short(value)}, want a finite number", key=name)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In at least float32, for arithmetic: a 16-bit file must not be rounded a second time."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Tensor:
+    """scale * tensor in at least float32."""
+    if scale == 1:
+        return tensor
+    result = wide(tensor) * scale
+    if not result.isfinite().all():
+        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
+    return result
+
+
+def dense(delta: Tensor) -> Term:
+    """A whole matrix (out, in) as a term of rank min(out, in)."""
+    outputs, inputs = delta.shape
+    identity = torch.eye(min(outputs, inputs), dtype=delta.dtype)
+    return Term(identity, delta) if inputs <= outputs else Term(delta, identity)
+
+
+def refuse_embedding(module: names.Module, method: str) -> None:
+    if module.is_embedding:
+        raise module.error("unsupported_method", next(iter(module.tensors), ""), f"{method} has no embedding layer")
 
 
 def build(

@@ -6,21 +6,24 @@ b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_do
 per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
 with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary.
 
-Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2. pissa, olora, corda and loftq change W
-before training; PEFT converts such adapters to plain LoRA on request, and only that form is served.
+pissa, olora and KaSA train on W less a part of it, which becomes a second term: the r largest or, for
+KaSA, smallest singular triplets, or c times the first r factors of W = Q R. KaSA's B is c * lora_B * lora_diag.
+
+Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2. corda and loftq change W in ways that a file
+does not tell; PEFT converts such adapters to plain LoRA on request.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import product, without_columns, without_singular
 from scute_sgl.methods import common
 from scute_sgl.names import Module, Patterns, group
-from scute_sgl.slots import Adapter, BaseShape, Slots, Term
+from scute_sgl.slots import Adapter, BaseShape, FromWeight, Slots, Term
 
 FIELDS = common.TARGETING | {
     "r": 8,
@@ -33,6 +36,7 @@ FIELDS = common.TARGETING | {
     "bias": "none",
     "init_lora_weights": None,
     "ensure_weight_tying": False,
+    "kasa_config": None,
 }
 NEUTRAL = frozenset(
     "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
@@ -46,26 +50,24 @@ OFF = common.OFF | {
     "use_qalora": "QALoRA is not served; merge it into its quantised base",
     "use_bdlora": "block-diagonal LoRA is not served; expand it to plain lora_A and lora_B",
     "arrow_config": "Arrow routes every token among adapters and is not served",
-    "kasa_config": "KaSA cuts singular values from the base weight and is not served",
     "velora_config": "VeLoRA is not served; drop its training leftovers to get a plain LoRA",
     "monteclora_config": "MonteCLoRA is not served; drop its sampler to get a plain LoRA",
 }
 PARAMETERS = (
-    "lora_A.weight",
-    "lora_B.weight",
-    "lora_B.bias",
+    *"lora_A.weight lora_B.weight lora_B.bias lora_embedding_A lora_embedding_B lora_diag".split(),
     "lora_magnitude_vector",
     "lora_magnitude_vector.weight",  # the same tensor as PEFT wrote it for a while
-    "lora_embedding_A",
-    "lora_embedding_B",
 )
 SAME_BASE = {"gaussian", "eva", "mica", "orthogonal", "lora_ga"}  # initial values that leave W as it is
+LESS_BASE = {"pissa", "olora"}  # those that leave a known part of it
 
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL, OFF)
     common.rank(c["r"])
-    _check_init(c["init_lora_weights"])
+    less = _less_base(c["init_lora_weights"], c["kasa_config"])
+    if less == "kasa" and (c["use_dora"] or c["lora_bias"]):
+        raise AdapterError("bad_config", "found beside use_dora or lora_bias; want KaSA alone", key="kasa_config")
     if c["use_dora"] and c["lora_bias"]:
         raise AdapterError("bad_config", "found true beside use_dora; PEFT defines no such layer", key="lora_bias")
     ranks = Patterns(c["rank_pattern"], "rank_pattern")
@@ -78,32 +80,43 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         inputs, outputs = module.in_features, module.out_features
         a, b = ("lora_embedding_A", "lora_embedding_B") if module.is_embedding else ("lora_A.weight", "lora_B.weight")
         A, B = module.need(a, r, inputs), module.need(b, outputs, r)
+        if less == "kasa":
+            B = product(B, module.need("lora_diag", r))
         bias = magnitude = None
         if c["lora_bias"]:
-            bias = scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
+            bias = common.scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
         if c["use_dora"]:
             magnitude = module.take("lora_magnitude_vector", B.shape[0])
             if magnitude is None:
                 magnitude = module.need("lora_magnitude_vector.weight", B.shape[0])
-        return Slots(terms=(Term(A, scaled(B, scale, module, b)),), bias=bias, magnitude=magnitude)
+        terms = (Term(A, common.scaled(B, scale, module, b)),)
+        return Slots(terms=terms, bias=bias, magnitude=magnitude, from_weight=_taken(less, r, scale, module))
 
     modules, _ = group(tensors, base, PARAMETERS)
-    return common.build("DORA" if c["use_dora"] else "LORA", config, modules, read_one)
+    return common.build("DORA" if c["use_dora"] else less.upper() or "LORA", config, modules, read_one)
 
 
-def scaled(tensor: Tensor, scale: float, module: Module, name: str) -> Tensor:
-    """scale * tensor in at least float32: a 16-bit file must not be rounded a second time."""
-    if scale == 1:
-        return tensor
-    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * scale
-    if not result.isfinite().all():
-        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
-    return result
-
-
-def _check_init(init: object) -> None:
-    if init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in SAME_BASE):
-        return
+def _less_base(init: object, kasa: object) -> str:
+    """Which part of W the adapter was trained without: pissa, olora, kasa, or none ("")."""
+    name = init.lower() if isinstance(init, str) else init
+    same = init is None or isinstance(init, bool) or name in SAME_BASE
+    if kasa is not None and not isinstance(kasa, dict):
+        raise AdapterError("bad_config", f"found {kasa!r:.80}, want null or an object", key="kasa_config")
+    if kasa is not None and same:
+        return "kasa"
+    if kasa is None and (same or name in LESS_BASE):
+        return "" if same else name
     advice = "it changes the base weight; convert with save_pretrained(path_initial_model_for_weight_conversion=...)"
-    raise AdapterError("bad_config", f"found {init!r}, want true, false or one of {sorted(SAME_BASE)}; {advice}",
-                       key="init_lora_weights")  # fmt: skip
+    want = f"want true, false or one of {sorted(SAME_BASE | LESS_BASE)}"
+    raise AdapterError("bad_config", f"found {init!r:.80}, {want}; {advice}", key="init_lora_weights")
+
+
+def _taken(less: str, r: int, scale: float, module: Module) -> FromWeight | None:
+    if not less:
+        return None
+    if module.is_embedding:
+        raise module.error("unsupported_method", "lora_embedding_A", f"{less} of an embedding is not served")
+    if less == "olora":
+        return FromWeight(lambda W, b0: ((without_columns(W, r, scale),), None))
+    part = slice(0, r) if less == "kasa" else slice(-r, None)
+    return FromWeight(lambda W, b0: ((without_singular(W, part),), None))

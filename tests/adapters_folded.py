@@ -1,0 +1,82 @@
+"""Adapters of the methods whose terms depend on the base weight. PEFT writes them.
+
+``FOLDED``: name -> writer(base folder, adapter folder), for ADAPTERS in make_adapters.py. Not a test module.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import peft
+import torch
+from peft_answers import load_base
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
+Writer = Callable[[str, str], None]
+
+# The start of a parameter's own name -> (what is left of its initial value, deviation of what is added).
+DRAWS = {
+    "lora_": (0, 0.08),
+    "lora_diag": (0, 1),
+    "lora_magnitude_vector": (1, 0.1),
+    "hra_u": (0, 1),
+    "deft_P": (0, 0.15),
+    "deft_R": (1, 0.2),  # it starts where DEFT does nothing
+    "peanut_": (0, 0.25),
+    "glora_": (0, 0.2),
+    "glora_B": (0, 0.03),
+    "osf_svd_params": (1, 0.1),  # U, S and V of the base weight
+    "bias": (0, 0.3),
+}
+
+
+def _write(make: Callable, near: bool = False, **fields) -> Writer:
+    """``near``: the added part is a hundredth."""
+    fields = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]} | fields
+
+    def write(base_dir: str, out_dir: str) -> None:
+        torch.manual_seed(zlib.crc32(repr((make.__name__, near, sorted(fields.items()))).encode()))
+        model = peft.get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
+        _draw(model, 0.01 if near else 1)
+        model.save_pretrained(out_dir)
+
+    return write
+
+
+@torch.no_grad()
+def _draw(model: peft.PeftModel, share: float) -> None:
+    """Every trained parameter anew. ValueError for one that no draw is for."""
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            starts = [start for start in DRAWS if any(part.startswith(start) for part in path.split("."))]
+            kept, deviation = DRAWS[max(starts, key=len)]
+            parameter.mul_(kept).add_(share * deviation * torch.randn_like(parameter))
+
+
+def _lora(**fields) -> Writer:
+    return _write(peft.LoraConfig, **{"r": 4, "lora_alpha": 6} | fields)
+
+
+FOLDED: dict[str, Writer] = {
+    "hra": _write(peft.HRAConfig, r=5, target_modules=ALL),
+    "hra_gs": _write(peft.HRAConfig, apply_GS=True, bias="hra_only"),
+    "deft": _write(peft.DeftConfig, target_modules=ALL),
+    "deft_near": _write(peft.DeftConfig, near=True, decomposition_method="qr"),
+    "deft_qr": _write(peft.DeftConfig, decomposition_method="qr", alpha=12, bias="deft_only"),
+    "deft_para": _write(peft.DeftConfig, para=True, r=4, decomposition_method="qr", target_modules=["q_proj", "lm_head"]),
+    "peanut": _write(peft.PeanutConfig, r=6, target_modules=ALL),
+    "peanut_deep": _write(peft.PeanutConfig, r=6, depth=2, act_fn="tanh", scaling=0.5),
+    "glora": _write(peft.GloraConfig, config_A_B="vector", config_C="vector", config_D_E="vector"),
+    "glora_constant": _write(peft.GloraConfig, config_A_B="constant", config_C="lora", bias="glora_only"),
+    "glora_none": _write(peft.GloraConfig, config_A_B="none", config_C="none", target_modules=["q_proj", "lm_head"]),
+    "pissa": _lora(init_lora_weights="pissa", target_modules=ALL, bias="lora_only"),
+    "pissa_dora": _lora(init_lora_weights="pissa", use_dora=True, bias="all"),
+    "olora": _lora(init_lora_weights="olora", use_rslora=True, rank_pattern={"v_proj": 7}, bias="all"),
+    "kasa": _lora(kasa_config=peft.KasaConfig(), bias="all"),
+    "osf": _write(peft.OSFConfig),
+    "osf_ranks": _write(peft.OSFConfig, effective_rank=0.9, rank_pattern={r"layers\.1\..*v_proj": 20}),
+}
+# PEFT keeps factors of W, and DEFT's projections, in float32 whatever it computes in.
+IN_FLOAT32 = dict.fromkeys(("deft", "pissa", "olora", "kasa", "osf"), 1e-6)

@@ -1,0 +1,161 @@
+"""Refusals of the methods whose terms depend on the base weight: fields, shapes, missing and unknown tensors.
+
+Each has its code, and its text names the key, what was found and what is allowed.
+"""
+
+import pytest
+import torch
+from small_files import EMBED, PATH, key, lora_config, lora_tensors, read, refused
+
+from scute_sgl import linalg
+from scute_sgl.errors import AdapterError
+from scute_sgl.fold import fold_adapter
+from scute_sgl.slots import Target
+
+ones = torch.ones
+HRA = {"hra_u": ones(16, 2)}
+DEFT = {"deft_P": ones(8, 2), "deft_R": ones(2, 16)}
+PEANUT = {"peanut_A.weight": ones(2, 8), "peanut_B.weight": ones(8, 2)}
+GLORA = {f"glora_{path}.X": ones(8, 1) for path in "AB"} | {"glora_C.zeros": torch.zeros(16, 1)}
+GLORA |= {f"glora_{path}.zeros": torch.zeros(8) for path in "DE"}
+OSF = {"osf_svd_params.U_low": ones(8, 4), "osf_svd_params.S_low": ones(4), "osf_svd_params.V_low": ones(4, 16)}
+FILES = {"HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
+FIELDS = {"GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
+
+
+def config(method, **fields):
+    return {"peft_type": method, "target_modules": ["up_proj"]} | FIELDS.get(method, {"r": 2}) | fields
+
+
+def tensors(method, path=PATH, **changed):
+    named = FILES[method] | changed
+    return {key(name, path): tensor for name, tensor in named.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_the_smallest_file_is_read(method):
+    assert read(config(method), tensors(method)).modules.keys() == {PATH}
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
+    for name in FILES[method]:
+        with refused("missing_tensor", name.removesuffix("zeros") if len(FILES[method]) > 1 else method):
+            read(config(method), tensors(method, **{name: None}))
+        *sizes, last = FILES[method][name].shape
+        wrong = ones(*sizes, last + 1)
+        with refused("bad_shape", PATH, name, f"found {tuple(wrong.shape)}"):
+            read(config(method), tensors(method) | {key(name): wrong})
+    with refused("unknown_key", "invented"):
+        read(config(method), tensors(method, invented=ones(1)))
+    with refused("bad_config", "modules_to_save"):
+        read(config(method, modules_to_save=["lm_head"]), tensors(method))
+    with refused("unsupported_method", EMBED, "embedding"):
+        read(config(method, target_modules=["embed_tokens"]), tensors(method, EMBED))
+
+
+def base(W, b0=None):
+    """PATH as the only module of a base."""
+    outputs, inputs = W.shape
+    return {
+        PATH: Target(PATH, 0, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: W, lambda: b0)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method, fields, fragments", [
+    ("HRA", {"r": 0}, ["r", "found 0"]),
+    ("HRA", {"apply_GS": 1}, ["apply_GS", "found 1"]),
+    ("DEFT", {"decomposition_method": "svd"}, ["decomposition_method", "found 'svd'", "relu or qr"]),
+    ("DEFT", {"alpha": "8"}, ["alpha", "found '8'"]),
+    ("PEANUT", {"act_fn": "swiglu"}, ["act_fn", "found 'swiglu'", "relu"]),
+    ("PEANUT", {"depth": -1}, ["depth", "found -1"]),
+    ("PEANUT", {"depth": 10**9}, ["depth", "want 0 to 64"]),
+    ("GLORA", {"config_C": "constant"}, ["config_C", "found 'constant'", "lora, vector, none"]),
+    ("GLORA", {"config_D_E": "lora"}, ["config_D_E", "found 'lora'"]),
+    ("OSF", {"rank_pattern": {"(a+)+": 2}}, ["rank_pattern", "repeated groups"]),
+    ("OSF", {"effective_rank": "half"}, ["effective_rank", "found 'half'"]),
+])  # fmt: skip
+def test_bad_values_are_refused_by_the_fields_name(method, fields, fragments):
+    with refused("bad_config", *fragments):
+        read(config(method, **fields), tensors(method))
+
+
+def test_hra_column_without_a_direction():
+    U = torch.ones(16, 2)
+    with refused("bad_config", PATH, "hra_u", "direction"):
+        read(config("HRA", apply_GS=True), tensors("HRA", hra_u=U))  # the second is the first
+    U[:, 1] = 0
+    with refused("bad_config", PATH, "hra_u", "direction"):
+        read(config("HRA"), tensors("HRA", hra_u=U))
+
+
+def test_deft_para_has_no_r():
+    with refused("unknown_key", PATH, "deft_R"):
+        read(config("DEFT", para=True), tensors("DEFT"))
+
+
+def test_peanut_depth_against_the_file():
+    with refused("missing_tensor", PATH, "peanut_encoders.0.weight"):
+        read(config("PEANUT", depth=1), tensors("PEANUT"))
+    with refused("unknown_key", "peanut_encoders.0.weight"):
+        read(config("PEANUT"), tensors("PEANUT", **{"peanut_encoders.0.weight": ones(2, 2)}))
+
+
+def test_glora_lora_form_is_refused_by_name():
+    for fields in ({"config_A_B": "lora"}, {"config_A_B": None}):  # PEFT's default
+        with refused("unsupported_method", "config_A_B", "every element of W", "vector, constant or none"):
+            read(config("GLORA", **fields), tensors("GLORA"))
+
+
+def test_glora_path_that_is_off_holds_zeros():
+    with refused("bad_config", PATH, "glora_D.zeros", "zeros"):
+        read(config("GLORA"), tensors("GLORA", **{"glora_D.zeros": ones(8)}))
+
+
+def test_glora_with_a_bias_on_a_base_without_one():
+    adapter = read(config("GLORA", config_D_E="vector"), tensors("GLORA", **{"glora_D.zeros": None, "glora_D.X": ones(8)}))
+    fold_adapter(adapter, base(ones(8, 16), ones(8)))
+    with refused("wrong_base", PATH, "glora_D", "bias"):
+        fold_adapter(adapter, base(ones(8, 16)))
+
+
+def test_osf_rank_against_the_file():
+    with refused("bad_shape", PATH, "osf_svd_params.S_low", "found (4,)", "want (6)"):
+        read(config("OSF", effective_rank=0.25), tensors("OSF"))
+    with refused("bad_shape", PATH, "osf_svd_params.S_low", "found (4,)", "want (3)"):
+        read(config("OSF", rank_pattern={"up": 5}), tensors("OSF"))
+    empty = {"osf_svd_params.U_low": ones(8, 0), "osf_svd_params.S_low": ones(0), "osf_svd_params.V_low": ones(0, 16)}
+    with refused("bad_config", PATH, "effective_rank", "keeps all"):
+        read(config("OSF", effective_rank=8), tensors("OSF", **empty))
+
+
+@pytest.mark.parametrize("fields, code, fragments", [
+    ({"init_lora_weights": "pissa_niter_4"}, "bad_config", ["init_lora_weights", "pissa_niter_4", "convert"]),
+    ({"init_lora_weights": "pissa", "kasa_config": {"beta": 1}}, "bad_config", ["init_lora_weights", "pissa"]),
+    ({"use_dora": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "use_dora"]),
+    ({"lora_bias": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "lora_bias"]),
+    ({"kasa_config": {"beta": 1}}, "missing_tensor", [PATH, "lora_diag"]),
+])  # fmt: skip
+def test_lora_on_less_of_the_base(fields, code, fragments):
+    with refused(code, *fragments):
+        read(lora_config(**fields), lora_tensors())
+
+
+def test_lora_on_less_of_an_embedding():
+    embedding = {key("lora_embedding_A", EMBED): ones(4, 32), key("lora_embedding_B", EMBED): ones(16, 4)}
+    with refused("unsupported_method", EMBED, "pissa of an embedding"):
+        read(lora_config(init_lora_weights="pissa", target_modules=["embed_tokens"]), embedding)
+
+
+def test_lora_diag_without_kasa():
+    with refused("unknown_key", PATH, "lora_diag"):
+        read(lora_config(), lora_tensors() | {key("lora_diag"): ones(4)})
+
+
+def test_singular_vectors_of_a_huge_weight_are_refused(monkeypatch):
+    """They would stall the server."""
+    adapter = read(lora_config(init_lora_weights="pissa"), lora_tensors())
+    fold_adapter(adapter, base(torch.eye(8, 16)))
+    monkeypatch.setattr(linalg, "MAX_SIDE", 7)
+    with pytest.raises(AdapterError, match=r"too_large.*\(8, 16\).*up to 7"):
+        fold_adapter(adapter, base(torch.eye(8, 16)))
