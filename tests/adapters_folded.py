@@ -27,6 +27,7 @@ DRAWS = {
     "peanut_": (0, 0.25),
     "glora_": (0, 0.2),
     "glora_B": (0, 0.03),
+    "adamss_": (0, 0.4),
     "osf_svd_params": (1, 0.1),  # U, S and V of the base weight
     "bias": (0, 0.3),
 }
@@ -75,6 +76,8 @@ FOLDED: dict[str, Writer] = {
     "pissa_dora": _lora(init_lora_weights="pissa", use_dora=True, bias="all"),
     "olora": _lora(init_lora_weights="olora", use_rslora=True, rank_pattern={"v_proj": 7}, bias="all"),
     "kasa": _lora(kasa_config=peft.KasaConfig(), bias="all"),
+    "adamss": _write(peft.AdamssConfig, r=20, target_modules=ALL),
+    "adamss_ranks": _write(peft.AdamssConfig, r=9, num_subspaces=3, subspace_rank=2, random_seed=4),
     "osf": _write(peft.OSFConfig),
     "osf_ranks": _write(peft.OSFConfig, effective_rank=0.9, rank_pattern={r"layers\.1\..*v_proj": 20}),
 }

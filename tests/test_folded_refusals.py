@@ -10,6 +10,7 @@ from small_files import EMBED, PATH, key, lora_config, lora_tensors, read, refus
 from scute_sgl import linalg
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold_adapter
+from scute_sgl.methods import adamss
 from scute_sgl.slots import Target
 
 ones = torch.ones
@@ -19,8 +20,10 @@ PEANUT = {"peanut_A.weight": ones(2, 8), "peanut_B.weight": ones(8, 2)}
 GLORA = {f"glora_{path}.X": ones(8, 1) for path in "AB"} | {"glora_C.zeros": torch.zeros(16, 1)}
 GLORA |= {f"glora_{path}.zeros": torch.zeros(8) for path in "DE"}
 OSF = {"osf_svd_params.U_low": ones(8, 4), "osf_svd_params.S_low": ones(4), "osf_svd_params.V_low": ones(4, 16)}
-FILES = {"HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
-FIELDS = {"GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
+ADAMSS = {"adamss_newB": torch.eye(3, 16), "adamss_A.0": ones(1, 3), "adamss_A.1": ones(1, 3)}
+ADAMSS |= {"adamss_B.0": ones(7, 1), "adamss_B.1": ones(1, 1)}
+FILES = {"ADAMSS": ADAMSS, "HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
+FIELDS = {"ADAMSS": {"r": 3, "num_subspaces": 2}, "GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
 
 
 def config(method, **fields):
@@ -40,6 +43,8 @@ def test_the_smallest_file_is_read(method):
 @pytest.mark.parametrize("method", FILES)
 def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
     for name in FILES[method]:
+        if name.startswith(("adamss_B", "adamss_newB")):
+            continue  # their sizes are checked with the base weight
         with refused("missing_tensor", name.removesuffix("zeros") if len(FILES[method]) > 1 else method):
             read(config(method), tensors(method, **{name: None}))
         *sizes, last = FILES[method][name].shape
@@ -63,6 +68,9 @@ def base(W, b0=None):
 
 
 @pytest.mark.parametrize("method, fields, fragments", [
+    ("ADAMSS", {"num_subspaces": 0}, ["num_subspaces", "found 0"]),
+    ("ADAMSS", {"num_subspaces": 10**6}, ["num_subspaces", "want 1 to 1024"]),
+    ("ADAMSS", {"random_seed": -1}, ["random_seed", "found -1"]),
     ("HRA", {"r": 0}, ["r", "found 0"]),
     ("HRA", {"apply_GS": 1}, ["apply_GS", "found 1"]),
     ("DEFT", {"decomposition_method": "svd"}, ["decomposition_method", "found 'svd'", "relu or qr"]),
@@ -117,6 +125,42 @@ def test_glora_with_a_bias_on_a_base_without_one():
     fold_adapter(adapter, base(ones(8, 16), ones(8)))
     with refused("wrong_base", PATH, "glora_D", "bias"):
         fold_adapter(adapter, base(ones(8, 16)))
+
+
+def test_adamss_clusters_against_the_file():
+    W = torch.zeros(8, 16)
+    W[:, :3] = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))  # V spans the first three inputs
+    rows = adamss.cluster_rows(W, None, ADAMSS["adamss_newB"], 2, 0, None)
+    sizes = [len(own) for own in rows]
+    assert sorted(torch.cat(rows).tolist()) == list(range(8)) and min(sizes) > 0
+    parts = {f"adamss_B.{k}": ones(size, 1) for k, size in enumerate(sizes)}
+    whole = read(config("ADAMSS"), tensors("ADAMSS", **parts))
+    B = fold_adapter(whole, base(W))[0][1].B
+    assert [B[:, k].nonzero().flatten().tolist() for k in range(2)] == [own.tolist() for own in rows]
+    other = {f"adamss_B.{k}": ones(size, 1) for k, size in enumerate((sizes[0] + 1, sizes[1] - 1))}
+    with refused("wrong_base", PATH, "adamss_B", f"found parts of {[sizes[0] + 1, sizes[1] - 1]}", f"have {sizes}"):
+        fold_adapter(read(config("ADAMSS"), tensors("ADAMSS", **other)), base(W))
+    with refused("wrong_base", PATH, "adamss_newB", "of the space", "kind of device"):
+        fold_adapter(whole, base(W.roll(3, dims=1)))
+    with refused("wrong_base", PATH, "adamss_newB", "found 16 columns", "exactly if the layer has a bias"):
+        fold_adapter(whole, base(W, ones(8)))
+    with refused("bad_shape", PATH, "adamss_newB", "found (3, 18)", "16 or one more"):
+        read(config("ADAMSS"), tensors("ADAMSS", adamss_newB=ones(3, 18)))
+    with refused("bad_shape", PATH, "adamss_newB", "found (2, 16)"):
+        read(config("ADAMSS"), tensors("ADAMSS", adamss_newB=ones(2, 16)))
+    with refused("missing_tensor", PATH, "adamss_newB"):
+        read(config("ADAMSS"), tensors("ADAMSS", adamss_newB=None))
+
+
+def test_adamss_without_scikit_learn(monkeypatch):
+    monkeypatch.setattr(adamss, "find_spec", lambda name: None)
+    with refused("unsupported_method", "scikit-learn", "pip install"):
+        read(config("ADAMSS"), tensors("ADAMSS"))
+
+
+def test_adamss_with_a_bias_of_its_own():
+    with refused("unknown_key", PATH, "base_layer.bias", "trains no bias"):
+        read(config("ADAMSS"), tensors("ADAMSS", **{"base_layer.bias": ones(8)}))
 
 
 def test_osf_rank_against_the_file():

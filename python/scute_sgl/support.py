@@ -95,6 +95,12 @@ SUPPORT = (
         "s b A B", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
     ),
     Support(
+        "ADAMSS", "ADAMSS",
+        "fixed and dynamic ranks, any linear layer and `lm_head`; with scikit-learn, on the kind of device that it was "
+        "created on; tensor parallelism only where a layer is whole",
+        "b A B", "clusters of the rows of W → A, B; the bias column → b", reads_weight=True,
+    ),
+    Support(
         "OSF", "OSF",
         "any `effective_rank`; as large as W itself; tensor parallelism only where a layer is whole",
         "A B", "S → B; minus the low part of W → a second term", reads_weight=True,

@@ -5,6 +5,7 @@ method, write its file (formula in slots.py's notation first), add a line here a
 """
 
 from scute_sgl.methods import (
+    adamss,
     deft,
     glora,
     hra,
@@ -17,6 +18,7 @@ from scute_sgl.methods import (
 )
 
 METHODS = {
+    "ADAMSS": adamss,
     "DEFT": deft,
     "GLORA": glora,
     "HRA": hra,
@@ -36,7 +38,6 @@ _SPARSE = "it adds a sparse matrix to the weight; no op multiplies by one yet"
 # PEFT's other types, and why: the refusal says so.
 NOT_SERVED = {
     "ADALORA": _YET,
-    "ADAMSS": _YET,
     "ADAPTION_PROMPT": "it adds gated attention to a trained prompt and changes no linear layer",
     "BEFT": _YET,
     "BOFT": _YET,
