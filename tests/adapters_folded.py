@@ -1,4 +1,4 @@
-"""Adapters of the methods whose terms depend on the base weight. PEFT writes them.
+"""Adapters of the methods whose terms depend on the base weight, or that share matrices. PEFT writes them.
 
 ``FOLDED``: name -> writer(base folder, adapter folder), for ADAPTERS in make_adapters.py. Not a test module.
 """
@@ -29,6 +29,9 @@ DRAWS = {
     "glora_B": (0, 0.03),
     "adamss_": (0, 0.4),
     "osf_svd_params": (1, 0.1),  # U, S and V of the base weight
+    "pvera_lambda": (0, 0.4),
+    "fourierft_spectrum": (0, 1),
+    "waveft_spectrum": (0, 0.02),
     "bias": (0, 0.3),
 }
 
@@ -80,6 +83,17 @@ FOLDED: dict[str, Writer] = {
     "adamss_ranks": _write(peft.AdamssConfig, r=9, num_subspaces=3, subspace_rank=2, random_seed=4),
     "osf": _write(peft.OSFConfig),
     "osf_ranks": _write(peft.OSFConfig, effective_rank=0.9, rank_pattern={r"layers\.1\..*v_proj": 20}),
-}
-# PEFT keeps factors of W, and DEFT's projections, in float32 whatever it computes in.
-IN_FLOAT32 = dict.fromkeys(("deft", "pissa", "olora", "kasa", "osf"), 1e-6)
+    "pvera": _write(peft.PveraConfig, r=8, bias="pvera_only"),
+    "pvera_unsaved": _write(peft.PveraConfig, r=12, save_projection=False, projection_prng_key=7, target_modules=ALL),
+    "fourierft": _write(peft.FourierFTConfig, n_frequency=40, scaling=30, target_modules=ALL),
+    "fourierft_patterns": _write(
+        peft.FourierFTConfig, n_frequency=60, n_frequency_pattern={"v_proj": 25, r"0\.self_attn\.q_proj": 90},
+        scaling=30, random_loc_seed=5, bias="all",
+    ),
+    "waveft": _write(peft.WaveFTConfig, n_frequency=200, target_modules=ALL),
+    "waveft_proportional": _write(peft.WaveFTConfig, n_frequency=150, proportional_parameters=True, bias="waveft_only"),
+    "waveft_places": _write(peft.WaveFTConfig, n_frequency=120, n_frequency_pattern={"o_proj": 30}, use_idwt=False),
+}  # fmt: skip
+# PEFT keeps factors of W, DEFT's projections and FourierFT's transform in float32 whatever it computes in; WaveFT's
+# shared matrices are float32 here.
+IN_FLOAT32 = dict.fromkeys(("deft", "pissa", "olora", "kasa", "osf", "fourierft", "waveft"), 1e-6)

@@ -1,4 +1,4 @@
-"""Refusals of the methods whose terms depend on the base weight: fields, shapes, missing and unknown tensors.
+"""Refusals of the methods whose terms depend on the base weight or share matrices: fields, shapes, missing and unknown tensors.
 
 Each has its code, and its text names the key, what was found and what is allowed.
 """
@@ -10,7 +10,7 @@ from small_files import EMBED, PATH, key, lora_config, lora_tensors, read, refus
 from scute_sgl import linalg
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold_adapter
-from scute_sgl.methods import adamss
+from scute_sgl.methods import adamss, locations
 from scute_sgl.slots import Target
 
 ones = torch.ones
@@ -22,8 +22,12 @@ GLORA |= {f"glora_{path}.zeros": torch.zeros(8) for path in "DE"}
 OSF = {"osf_svd_params.U_low": ones(8, 4), "osf_svd_params.S_low": ones(4), "osf_svd_params.V_low": ones(4, 16)}
 ADAMSS = {"adamss_newB": torch.eye(3, 16), "adamss_A.0": ones(1, 3), "adamss_A.1": ones(1, 3)}
 ADAMSS |= {"adamss_B.0": ones(7, 1), "adamss_B.1": ones(1, 1)}
-FILES = {"ADAMSS": ADAMSS, "HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
+PVERA = {"pvera_lambda_b": ones(8), "pvera_lambda_d": ones(4)}
+SHARED = {"base_model.pvera_A": ones(4, 16), "base_model.pvera_B": ones(8, 2)}
+FOURIERFT, WAVEFT = {"fourierft_spectrum": ones(5)}, {"waveft_spectrum": ones(5)}
+FILES = {"ADAMSS": ADAMSS, "FOURIERFT": FOURIERFT, "WAVEFT": WAVEFT, "PVERA": PVERA, "HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
 FIELDS = {"ADAMSS": {"r": 3, "num_subspaces": 2}, "GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
+FIELDS |= {method: {"n_frequency": 5} for method in ("FOURIERFT", "WAVEFT")}
 
 
 def config(method, **fields):
@@ -32,7 +36,8 @@ def config(method, **fields):
 
 def tensors(method, path=PATH, **changed):
     named = FILES[method] | changed
-    return {key(name, path): tensor for name, tensor in named.items() if tensor is not None}
+    shared = SHARED if method == "PVERA" else {}
+    return shared | {key(name, path): tensor for name, tensor in named.items() if tensor is not None}
 
 
 @pytest.mark.parametrize("method", FILES)
@@ -80,6 +85,14 @@ def base(W, b0=None):
     ("PEANUT", {"depth": 10**9}, ["depth", "want 0 to 64"]),
     ("GLORA", {"config_C": "constant"}, ["config_C", "found 'constant'", "lora, vector, none"]),
     ("GLORA", {"config_D_E": "lora"}, ["config_D_E", "found 'lora'"]),
+    ("PVERA", {"sample_at_inference": True}, ["sample_at_inference", "found True", "noise"]),
+    ("PVERA", {"save_projection": False}, ["save_projection", "pvera_A"]),
+    ("FOURIERFT", {"n_frequency": 0}, ["n_frequency", "found 0"]),
+    ("FOURIERFT", {"n_frequency_pattern": {"(a+)+": 2}}, ["n_frequency_pattern", "repeated groups"]),
+    ("FOURIERFT", {"random_loc_seed": -1}, ["random_loc_seed", "found -1"]),
+    ("FOURIERFT", {"scaling": "1"}, ["scaling", "found '1'"]),
+    ("WAVEFT", {"n_frequency_pattern": {"up_proj": 0}}, ["n_frequency", "found 0"]),
+    ("WAVEFT", {"random_loc_seed": 1 << 63}, ["random_loc_seed", "want 0 <= seed"]),
     ("OSF", {"rank_pattern": {"(a+)+": 2}}, ["rank_pattern", "repeated groups"]),
     ("OSF", {"effective_rank": "half"}, ["effective_rank", "found 'half'"]),
 ])  # fmt: skip
@@ -203,3 +216,42 @@ def test_singular_vectors_of_a_huge_weight_are_refused(monkeypatch):
     monkeypatch.setattr(linalg, "MAX_SIDE", 7)
     with pytest.raises(AdapterError, match=r"too_large.*\(8, 16\).*up to 7"):
         fold_adapter(adapter, base(torch.eye(8, 16)))
+
+
+@pytest.mark.parametrize("key, tensor, code, found", [
+    ("base_model.pvera_A", None, "missing_tensor", "save_projection"),
+    ("base_model.pvera_A", ones(2, 16), "bad_shape", "found (2, 16), want (4, inputs)"),
+    ("base_model.pvera_B", ones(8, 4), "bad_shape", "found (8, 4), want (outputs, 2)"),
+    ("base_model.pvera_B", ones(7, 2), "bad_shape", "a B of 7 outputs"),
+])  # fmt: skip
+def test_pvera_projections_that_do_not_fit(key, tensor, code, found):
+    changed = {k: v for k, v in (tensors("PVERA") | {key: tensor}).items() if v is not None}
+    with refused(code, found):
+        read(config("PVERA"), changed)
+
+
+@pytest.mark.parametrize("method", ["FOURIERFT", "WAVEFT"])
+def test_numbers_of_places_that_do_not_fit(method, monkeypatch):
+    name = f"{method.lower()}_spectrum"
+    with refused("bad_shape", PATH, name, "found (5,)", "want (6)"):
+        read(config(method, n_frequency_pattern={"up_proj": 6}), tensors(method))
+    with refused("bad_shape", PATH, "found 129 numbers", "(16, 8)"):
+        read(config(method, n_frequency=129), tensors(method, **{name: ones(129)}))
+    down = "model.layers.0.mlp.down_proj"
+    both = tensors(method) | tensors(method, down)
+    rank = 20 if method == "FOURIERFT" else 10  # of two shapes
+    fields = config(method, target_modules=["up_proj", "down_proj"])
+    assert read(fields, both).modules[down].shared.A.shape == (rank, 16)
+    monkeypatch.setattr(locations, "MAX_RANK", rank - 1)
+    with refused("too_large", "n_frequency", "5 in 8 x 16, 5 in 16 x 8", f"rank {rank}", f"up to {rank - 1}"):
+        read(fields, both)
+    monkeypatch.setattr(locations, "MAX_RANK", rank)
+    monkeypatch.setattr(locations, "MAX_PLACES", 127)
+    with refused("too_large", "128 elements", "up to 127"):
+        read(fields, both)
+
+
+def test_waveft_wavelets_other_than_haar():
+    with refused("unsupported_method", "wavelet_family", "found 'sym5'", "db1", "use_idwt=false"):
+        read(config("WAVEFT", wavelet_family="sym5"), tensors("WAVEFT"))
+    read(config("WAVEFT", wavelet_family="sym5", use_idwt=False), tensors("WAVEFT"))

@@ -70,6 +70,21 @@ SUPPORT = (
         "b A B d e", "A and B kept once for all adapters with equal ones",
     ),
     Support(
+        "PVERA", "PVERA",
+        "as VERA; without `sample_at_inference`",
+        "b A B d e", "as VERA; the means' half of A and d",
+    ),
+    Support(
+        "FOURIERFT", "FOURIERFT",
+        "any n and seed, patterns, `bias`, any linear layer and `lm_head`",
+        "b A B d e", "waves of rank 2 n for each shape of layer, kept once → A, B; scaling → d",
+    ),
+    Support(
+        "WAVEFT", "WAVEFT",
+        "`db1`, or `use_idwt=False`; any n and seed, patterns, `bias`, any linear layer and `lm_head`",
+        "b A B d e", "patches of rank n for each shape of layer, kept once → A, B; scaling → d",
+    ),
+    Support(
         "OFT", "OFT",
         "both Cayley forms, `block_share`, `coft`, `bias`, files since PEFT 0.16, any linear layer and `lm_head`",
         "R b", "Cayley transform → R",

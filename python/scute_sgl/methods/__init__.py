@@ -7,6 +7,7 @@ method, write its file (formula in slots.py's notation first), add a line here a
 from scute_sgl.methods import (
     adamss,
     deft,
+    fourierft,
     glora,
     hra,
     ia3,
@@ -14,12 +15,15 @@ from scute_sgl.methods import (
     oft,
     osf,
     peanut,
+    pvera,
     vera,
+    waveft,
 )
 
 METHODS = {
     "ADAMSS": adamss,
     "DEFT": deft,
+    "FOURIERFT": fourierft,
     "GLORA": glora,
     "HRA": hra,
     "IA3": ia3,
@@ -27,7 +31,9 @@ METHODS = {
     "OFT": oft,
     "OSF": osf,
     "PEANUT": peanut,
+    "PVERA": pvera,
     "VERA": vera,
+    "WAVEFT": waveft,
 }
 
 _YET = "not served yet"
@@ -45,7 +51,6 @@ NOT_SERVED = {
     "CARTRIDGE": _CACHE,
     "CPT": _PROMPT,
     "DELORA": _YET,
-    "FOURIERFT": _YET,
     "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
     "GRALORA": _YET,
     "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
@@ -59,7 +64,6 @@ NOT_SERVED = {
     "PREFIX_TUNING": _CACHE,
     "PROMPT_TUNING": _PROMPT,
     "PSOFT": "its file lacks the singular vectors that it was trained with, and their signs depend on the machine",
-    "PVERA": _YET,
     "P_TUNING": _PROMPT,
     "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
     "as one low-rank term it has the rank of the whole weight",
@@ -71,6 +75,5 @@ NOT_SERVED = {
     "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
     "UNILORA": _YET,
     "VBLORA": _YET,
-    "WAVEFT": _YET,
     "XLORA": "it routes every token among adapters, after a pass of the base model without any",
 }
