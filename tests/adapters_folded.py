@@ -37,35 +37,37 @@ DRAWS = {
 
 
 def _write(make: Callable, near: bool = False, **fields) -> Writer:
-    """``near``: the added part is a hundredth."""
+    """``near``: the initial values stay, and a hundredth of the usual is added."""
     fields = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]} | fields
 
     def write(base_dir: str, out_dir: str) -> None:
         torch.manual_seed(zlib.crc32(repr((make.__name__, near, sorted(fields.items()))).encode()))
         model = peft.get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
-        _draw(model, 0.01 if near else 1)
+        _draw(model, near)
         model.save_pretrained(out_dir)
 
     return write
 
 
 @torch.no_grad()
-def _draw(model: peft.PeftModel, share: float) -> None:
+def _draw(model: peft.PeftModel, near: bool) -> None:
     """Every trained parameter anew. ValueError for one that no draw is for."""
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
             starts = [start for start in DRAWS if any(part.startswith(start) for part in path.split("."))]
             kept, deviation = DRAWS[max(starts, key=len)]
-            parameter.mul_(kept).add_(share * deviation * torch.randn_like(parameter))
+            kept, deviation = (1, 0.01 * deviation) if near else (kept, deviation)
+            parameter.mul_(kept).add_(deviation * torch.randn_like(parameter))
 
 
-def _lora(**fields) -> Writer:
-    return _write(peft.LoraConfig, **{"r": 4, "lora_alpha": 6} | fields)
+def _lora(near: bool = False, **fields) -> Writer:
+    return _write(peft.LoraConfig, near, **{"r": 4, "lora_alpha": 6} | fields)
 
 
 FOLDED: dict[str, Writer] = {
     "hra": _write(peft.HRAConfig, r=5, target_modules=ALL),
     "hra_gs": _write(peft.HRAConfig, apply_GS=True, bias="hra_only"),
+    "hra_near": _write(peft.HRAConfig, near=True, r=4),
     "deft": _write(peft.DeftConfig, target_modules=ALL),
     "deft_near": _write(peft.DeftConfig, near=True, decomposition_method="qr"),
     "deft_qr": _write(peft.DeftConfig, decomposition_method="qr", alpha=12, bias="deft_only"),
@@ -76,12 +78,14 @@ FOLDED: dict[str, Writer] = {
     "glora_constant": _write(peft.GloraConfig, config_A_B="constant", config_C="lora", bias="glora_only"),
     "glora_none": _write(peft.GloraConfig, config_A_B="none", config_C="none", target_modules=["q_proj", "lm_head"]),
     "pissa": _lora(init_lora_weights="pissa", target_modules=ALL, bias="lora_only"),
+    "pissa_near": _lora(near=True, init_lora_weights="pissa"),
     "pissa_dora": _lora(init_lora_weights="pissa", use_dora=True, bias="all"),
     "olora": _lora(init_lora_weights="olora", use_rslora=True, rank_pattern={"v_proj": 7}, bias="all"),
     "kasa": _lora(kasa_config=peft.KasaConfig(), bias="all"),
     "adamss": _write(peft.AdamssConfig, r=20, target_modules=ALL),
     "adamss_ranks": _write(peft.AdamssConfig, r=9, num_subspaces=3, subspace_rank=2, random_seed=4),
     "osf": _write(peft.OSFConfig),
+    "osf_near": _write(peft.OSFConfig, near=True),
     "osf_ranks": _write(peft.OSFConfig, effective_rank=0.9, rank_pattern={r"layers\.1\..*v_proj": 20}),
     "pvera": _write(peft.PveraConfig, r=8, bias="pvera_only"),
     "pvera_unsaved": _write(peft.PveraConfig, r=12, save_projection=False, projection_prng_key=7, target_modules=ALL),

@@ -52,3 +52,16 @@ def without_columns(W: Tensor, r: int, scale: float) -> Term:
     """Minus scale * Q[:, :r] R[:r] of W = Q R (out, in). Q[:, :r] spans the first r columns: it is their own factor."""
     Q = torch.linalg.qr(W[:, :r].double()).Q
     return Term(A=times(W.T, Q).T, B=-scale * Q)
+
+
+def compact(terms: tuple[Term, ...], device: torch.device) -> Term:
+    """The sum of the terms as one, of the smallest rank that holds any such sum, by singular values.
+
+    A trained term lies near the part of W that it replaces, and HRA's reflections come in pairs that undo each other.
+    Stored apart, they would be rounded to 16 bits before they cancel, with errors as large as what is left of them.
+    """
+    A = torch.cat([term.A.to(device, torch.float64) for term in terms])
+    B = torch.cat([term.B.to(device, torch.float64) for term in terms], dim=1)
+    (Q_in, R_in), (Q_out, R_out) = torch.linalg.qr(A.T), torch.linalg.qr(B)
+    U, S, Vh = torch.linalg.svd(R_out @ R_in.T, full_matrices=False)
+    return Term(A=(Q_in @ (Vh.T * S.sqrt())).T, B=Q_out @ (U * S.sqrt()))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.linalg import product, times
+from scute_sgl.linalg import compact, product, times
 from scute_sgl.slots import FromWeight, Slots, Target
 
 
@@ -65,8 +65,11 @@ def resolve(
         P, b0 = _whole(source, targets[path], totals.get(path))
         terms, bias = source.finish(P, b0 if slots.base_bias is None else slots.base_bias.double())
         bias = slots.bias if bias is None else bias.cpu() if slots.bias is None else slots.bias + bias.cpu()
+        terms = slots.terms + terms
+        if source.cancels:
+            terms = (compact(terms, P.device),)
         terms = tuple(replace(term, A=term.A.cpu(), B=term.B.cpu()) for term in terms)
-        modules[path] = replace(slots, from_weight=None, terms=slots.terms + terms, bias=bias)
+        modules[path] = replace(slots, from_weight=None, terms=terms, bias=bias)
     return modules
 
 

@@ -53,12 +53,14 @@ class FromWeight:
     ``finish(P, b0)`` returns them for the whole module, as (terms, bias or None). P is ``W @ right`` (out, k) or
     ``left @ W`` (k, in), float64 on the host and the same on all ranks. With neither operand P is W itself, in the
     base's dtype and place, and a module that ranks share is refused. b0 is the bias of the base layer, float64
-    (out,) on the host, or None. ``right`` is (in, k), ``left`` is (k, out).
+    (out,) on the host, or None. ``right`` is (in, k), ``left`` is (k, out). ``cancels``: these
+    terms nearly cancel each other or the module's own, so that their sum has to be formed before it is rounded.
     """
 
     finish: Callable[[Tensor, Tensor | None], tuple[tuple[Term, ...], Tensor | None]]
     right: Tensor | None = None
     left: Tensor | None = None
+    cancels: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         if not U.isfinite().all():
             raise module.error("bad_config", "hra_u", "found a column without a direction, want r that reflect")
         T = 2 * torch.eye(r, dtype=U.dtype) if c["apply_GS"] else compact(U)
-        return Slots(from_weight=FromWeight(lambda WU, b0: ((Term(U.T, -(WU @ T)),), None), right=U))
+        # PEFT starts from pairs of equal columns, which reflect twice: little is left of their terms.
+        return Slots(from_weight=FromWeight(lambda WU, b0: ((Term(U.T, -(WU @ T)),), None), right=U, cancels=True))
 
     modules, _ = group(tensors, base, PARAMETERS)
     return common.build("HRA", config, modules, read_one)

@@ -117,6 +117,6 @@ def _taken(less: str, r: int, scale: float, module: Module) -> FromWeight | None
     if module.is_embedding:
         raise module.error("unsupported_method", "lora_embedding_A", f"{less} of an embedding is not served")
     if less == "olora":
-        return FromWeight(lambda W, b0: ((without_columns(W, r, scale),), None))
+        return FromWeight(lambda W, b0: ((without_columns(W, r, scale),), None), cancels=True)
     part = slice(0, r) if less == "kasa" else slice(-r, None)
-    return FromWeight(lambda W, b0: ((without_singular(W, part),), None))
+    return FromWeight(lambda W, b0: ((without_singular(W, part),), None), cancels=less == "pissa")
