@@ -46,7 +46,7 @@ def fold_adapter(
     so a refusal on one rank is a refusal on all and nobody waits for a sum that never comes.
     ``sum_over_tp`` gets one float64 vector with the products of all split modules that need some (resolve.py), then
     one on W's device with the sums of squares of all modules whose inputs are split; neither if it would be empty.
-    AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base`` and what resolve.py and shard.py refuse.
+    AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base``, what resolve.py and shard.py refuse.
     """
 
     def with_own_products() -> tuple[dict[str, Slots], dict[str, Tensor]]:

@@ -81,8 +81,8 @@ def _check(source: FromWeight, t: Target) -> None:
     if t.kind == "embedding":
         raise AdapterError("unsupported_method", "terms of an embedding's weight are not served", module=t.path)
     if source.right is None and source.left is None and is_split(t):
-        hint = "this method needs all of the base weight, of which each tensor-parallel rank holds a part; want --tp-size 1"
-        raise AdapterError("unsupported_method", hint, module=t.path)
+        hint = "this method needs all of the base weight, of which each tensor-parallel rank holds a part"
+        raise AdapterError("unsupported_method", f"{hint}; want --tp-size 1", module=t.path)
     for operand, axis, size in ((source.right, 0, t.in_features), (source.left, 1, t.out_features)):
         if operand is not None and operand.shape[axis] != size:
             found = tuple(operand.shape)
@@ -90,7 +90,7 @@ def _check(source: FromWeight, t: Target) -> None:
 
 
 def _part(source: FromWeight, t: Target) -> Tensor:
-    """The local product among zeros for the other ranks' places, the local bias likewise, and how much of either is held."""
+    """The local product among zeros for what other ranks hold, the local bias likewise, and what share of each is held."""
     W, b0, inputs, outputs = t.weight(), t.bias(), slice(*t.inputs), slice(*t.outputs)
     if source.right is not None:
         P = torch.zeros(t.out_features, source.right.shape[1], dtype=torch.float64)
