@@ -71,7 +71,9 @@ FOLDED: dict[str, Writer] = {
     "deft": _write(peft.DeftConfig, target_modules=ALL),
     "deft_near": _write(peft.DeftConfig, near=True, decomposition_method="qr"),
     "deft_qr": _write(peft.DeftConfig, decomposition_method="qr", alpha=12, bias="deft_only"),
-    "deft_para": _write(peft.DeftConfig, para=True, r=4, decomposition_method="qr", target_modules=["q_proj", "lm_head"]),
+    "deft_para": _write(
+        peft.DeftConfig, para=True, r=4, decomposition_method="qr", target_modules=["q_proj", "lm_head"]
+    ),
     "peanut": _write(peft.PeanutConfig, r=6, target_modules=ALL),
     "peanut_deep": _write(peft.PeanutConfig, r=6, depth=2, act_fn="tanh", scaling=0.5),
     "glora": _write(peft.GloraConfig, config_A_B="vector", config_C="vector", config_D_E="vector"),

@@ -132,8 +132,11 @@ def resolved(slots: Slots, t: Target) -> Slots:
     """The slots with what they take from the whole weight, by the definition in slots.py."""
     if (source := slots.from_weight) is None:
         return slots
-    W, b0 = full_weight(t), t.bias() if slots.base_bias is None else slots.base_bias
-    P = W @ source.right.double() if source.right is not None else source.left.double() @ W if source.left is not None else W
+    P, b0 = full_weight(t), t.bias() if slots.base_bias is None else slots.base_bias
+    if source.right is not None:
+        P = P @ source.right.double()
+    elif source.left is not None:
+        P = source.left.double() @ P
     terms, bias = source.finish(P, None if b0 is None else b0.double())
     bias = slots.bias if bias is None else bias if slots.bias is None else slots.bias + bias
     return replace(slots, from_weight=None, terms=slots.terms + terms, bias=bias)

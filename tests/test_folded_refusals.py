@@ -1,4 +1,4 @@
-"""Refusals of the methods whose terms depend on the base weight or share matrices: fields, shapes, missing and unknown tensors.
+"""Refusals of the methods whose terms depend on the base weight or share matrices: fields, shapes, tensors.
 
 Each has its code, and its text names the key, what was found and what is allowed.
 """
@@ -25,7 +25,10 @@ ADAMSS |= {"adamss_B.0": ones(7, 1), "adamss_B.1": ones(1, 1)}
 PVERA = {"pvera_lambda_b": ones(8), "pvera_lambda_d": ones(4)}
 SHARED = {"base_model.pvera_A": ones(4, 16), "base_model.pvera_B": ones(8, 2)}
 FOURIERFT, WAVEFT = {"fourierft_spectrum": ones(5)}, {"waveft_spectrum": ones(5)}
-FILES = {"ADAMSS": ADAMSS, "FOURIERFT": FOURIERFT, "WAVEFT": WAVEFT, "PVERA": PVERA, "HRA": HRA, "DEFT": DEFT, "PEANUT": PEANUT, "GLORA": GLORA, "OSF": OSF}
+FILES = {
+    "ADAMSS": ADAMSS, "DEFT": DEFT, "FOURIERFT": FOURIERFT, "GLORA": GLORA, "HRA": HRA, "OSF": OSF, "PEANUT": PEANUT,
+    "PVERA": PVERA, "WAVEFT": WAVEFT,
+}  # fmt: skip
 FIELDS = {"ADAMSS": {"r": 3, "num_subspaces": 2}, "GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
 FIELDS |= {method: {"n_frequency": 5} for method in ("FOURIERFT", "WAVEFT")}
 
@@ -67,9 +70,7 @@ def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
 def base(W, b0=None):
     """PATH as the only module of a base."""
     outputs, inputs = W.shape
-    return {
-        PATH: Target(PATH, 0, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: W, lambda: b0)
-    }  # fmt: skip
+    return {PATH: Target(PATH, 0, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: W, lambda: b0)}
 
 
 @pytest.mark.parametrize("method, fields, fragments", [
@@ -134,7 +135,8 @@ def test_glora_path_that_is_off_holds_zeros():
 
 
 def test_glora_with_a_bias_on_a_base_without_one():
-    adapter = read(config("GLORA", config_D_E="vector"), tensors("GLORA", **{"glora_D.zeros": None, "glora_D.X": ones(8)}))
+    with_d = {"glora_D.zeros": None, "glora_D.X": ones(8)}
+    adapter = read(config("GLORA", config_D_E="vector"), tensors("GLORA", **with_d))
     fold_adapter(adapter, base(ones(8, 16), ones(8)))
     with refused("wrong_base", PATH, "glora_D", "bias"):
         fold_adapter(adapter, base(ones(8, 16)))
@@ -191,6 +193,8 @@ def test_osf_rank_against_the_file():
     ({"init_lora_weights": "pissa", "kasa_config": {"beta": 1}}, "bad_config", ["init_lora_weights", "pissa"]),
     ({"use_dora": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "use_dora"]),
     ({"lora_bias": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "lora_bias"]),
+    ({"kasa_config": True}, "bad_config", ["kasa_config", "found True"]),
+    ({"init_lora_weights": ["pissa"]}, "bad_config", ["init_lora_weights", "found ['pissa']"]),
     ({"kasa_config": {"beta": 1}}, "missing_tensor", [PATH, "lora_diag"]),
 ])  # fmt: skip
 def test_lora_on_less_of_the_base(fields, code, fragments):

@@ -26,7 +26,8 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
-        "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none", "pissa_dora", "kasa", "deft_qr",
+        "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none",
+        "pissa_dora", "kasa", "deft_qr",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip

@@ -114,7 +114,8 @@ def fold_on_ranks(slots: Slots, path: str, tp: int) -> list[tuple[Target, Folded
 
 
 @pytest.mark.parametrize("names", [
-    ("right",), ("left",), ("right", "terms", "base_bias", "gain"), ("left", "magnitude", "bias"), ("right", "magnitude"),
+    ("right",), ("left",), ("right", "magnitude"), ("left", "magnitude", "bias"),
+    ("right", "terms", "base_bias", "gain"),
 ])  # fmt: skip
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("path", [path for path in WHOLE if path != EMBEDDING], ids=lambda path: path.split(".")[-1])

@@ -16,7 +16,8 @@ import scute_sgl
 
 BASE = "llama_16bit"
 NEAR = ["dora_near", "ia3_near", "oft_near", "hra_near", "pissa_near", "deft_near"]
-FAR = ["lora", "lora_fp16_file", "dora", "ia3", "vera", "oft", "hra", "deft", "peanut", "glora", "pissa", "fourierft", "waveft"]
+FAR = ["lora", "lora_fp16_file", "dora", "ia3", "vera", "oft"]
+FAR += ["hra", "deft", "peanut", "glora", "pissa", "fourierft", "waveft"]
 PROMPTS = [prompt(seed, 128) for seed in range(16)]
 
 

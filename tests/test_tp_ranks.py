@@ -121,7 +121,8 @@ def divergence(rank: Rank) -> str:
 def of_the_weight(rank: Rank) -> tuple[dict, str]:
     """This rank's terms of W, and what the load of a method says that needs all of it."""
     folded = rank.load("terms", FROM_WEIGHT)
-    terms = {path: (folded[WHOLE[path].module][1].A.numpy(), folded[WHOLE[path].module][1].B.numpy()) for path in FROM_WEIGHT}
+    folded = {path: folded[WHOLE[path].module][1] for path in FROM_WEIGHT}
+    terms = {path: (f.A.numpy(), f.B.numpy()) for path, f in folded.items()}
     refusal = rank.refusal(FROM_WEIGHT | {O_PROJ: random_slots(WHOLE[O_PROJ], "whole")})
     rank.load("after it", EVERY_KIND)
     rank.check()

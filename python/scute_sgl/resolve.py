@@ -90,7 +90,7 @@ def _check(source: FromWeight, t: Target) -> None:
 
 
 def _part(source: FromWeight, t: Target) -> Tensor:
-    """The local product among zeros for what other ranks hold, the local bias likewise, and what share of each is held."""
+    """The local product among zeros for what other ranks hold, the local bias likewise, and the shares that are held."""
     W, b0, inputs, outputs = t.weight(), t.bias(), slice(*t.inputs), slice(*t.outputs)
     if source.right is not None:
         P = torch.zeros(t.out_features, source.right.shape[1], dtype=torch.float64)

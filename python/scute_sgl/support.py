@@ -173,7 +173,8 @@ def refused_methods() -> str:
     by_reason: dict[str, list[str]] = {}
     for name, why in sorted(NOT_SERVED.items()):
         by_reason.setdefault(why, []).append(f"`{name}`")
-    return "\n".join(["| `peft_type` | why |", "| --- | --- |", *(f"| {', '.join(n)} | {why} |" for why, n in by_reason.items())])
+    rows = (f"| {', '.join(names)} | {why} |" for why, names in by_reason.items())
+    return "\n".join(["| `peft_type` | why |", "| --- | --- |", *rows])
 
 
 def refused_fields() -> str:

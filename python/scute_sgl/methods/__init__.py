@@ -54,7 +54,7 @@ NOT_SERVED = {
     "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
     "GRALORA": _YET,
     "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
-    "LILY": "its router averages over all tokens of a call, so that an answer depends on the other requests in the batch",
+    "LILY": "its router averages over all tokens of a call, so that an answer depends on its neighbours",
     "LN_TUNING": "it changes the weights of norms, not linear layers",
     "LOHA": _YET,
     "LOKR": _YET,

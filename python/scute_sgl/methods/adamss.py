@@ -57,7 +57,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         A = [module.need(f"adamss_A.{k}", None, rank).double() @ newB for k in range(clusters)]
         B = [module.need(f"adamss_B.{k}", None, len(A[k])).double() for k in range(clusters)]
         if "base_layer.bias" in module.tensors:
-            raise module.error("unknown_key", "base_layer.bias", "AdaMSS trains no bias, and clusters by the base's own")
+            raise module.error("unknown_key", "base_layer.bias", "AdaMSS trains no bias; want the base's own")
 
         def finish(W: Tensor, b0: Tensor | None) -> tuple[tuple[Term, ...], Tensor | None]:
             if width != W.shape[1] + (b0 is not None):
@@ -92,8 +92,8 @@ def cluster_rows(W: Tensor, b0: Tensor | None, V: Tensor, count: int, seed: int,
     shared = (V.to(M.device, torch.float32) @ own_V).square().sum().item() / len(V)
     if shared < 0.999:
         hint = (
-            f"the base's leading singular vectors, as found on {W.device.type}, share {shared:.1%} of the space that the "
-            "adapter was trained in; want another base, or the kind of device that it was created on"
+            f"found only {shared:.1%} of the space that the adapter was trained in among the base's leading singular "
+            f"vectors, as {W.device.type} finds them; want its base, and the kind of device that it was created on"
         )
         raise module.error("wrong_base", "adamss_newB", hint)
     means = KMeans(count, init="random", n_init=1, max_iter=10, random_state=123456789)

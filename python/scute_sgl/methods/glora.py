@@ -20,7 +20,8 @@ from scute_sgl.methods import common
 from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, FromWeight, Slots, Term
 
-FIELDS = {"target_modules": None, "r": 8, "config_A_B": "lora", "config_C": "lora", "config_D_E": "constant", "bias": "none"}
+FIELDS = {"target_modules": None, "r": 8, "config_A_B": "lora", "config_C": "lora", "config_D_E": "constant"}
+FIELDS |= {"bias": "none"}
 FORMS = {"config_A_B": ("vector", "constant", "none"), "config_C": ("lora", "vector", "none"),
          "config_D_E": ("vector", "constant", "none")}  # fmt: skip
 NEUTRAL: frozenset[str] = frozenset()

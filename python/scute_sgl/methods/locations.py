@@ -36,11 +36,12 @@ def shared_terms(
     for path, spectrum in spectra.items():
         shape = modules[path].in_features, modules[path].out_features
         if None not in shape and len(spectrum) > shape[0] * shape[1]:
-            raise modules[path].error("bad_shape", "", f"found {len(spectrum)} numbers for a layer of {shape}, want fewer")
+            found = f"found {len(spectrum)} numbers for a layer of {shape}, want fewer"
+            raise modules[path].error("bad_shape", "", found)
         counts[shape] = max(counts.get(shape, 0), len(spectrum))
     if any(None in shape for shape in counts):  # no base: only d is known
-        A, B = (torch.empty(0, 0, device="meta") for _ in range(2))
-        return {path: SharedTerm(A, B, d=v.repeat(repeats), e=torch.empty(0, device="meta")) for path, v in spectra.items()}
+        unknown = torch.empty(0, 0, device="meta")
+        return {path: SharedTerm(unknown, unknown, d=v.repeat(repeats), e=unknown[0:0]) for path, v in spectra.items()}
     if not counts:
         return {}  # which the caller refuses
     rank = repeats * sum(counts.values())

@@ -6,11 +6,11 @@ b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_do
 per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
 with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary.
 
-pissa, olora and KaSA train on W less a part of it, which becomes a second term: the r largest or, for
-KaSA, smallest singular triplets, or c times the first r factors of W = Q R. KaSA's B is c * lora_B * lora_diag.
+pissa, olora and KaSA train on W less a part of it, which becomes a second term: the r largest or, for KaSA, smallest
+singular triplets, or c times the first r factors of W = Q R. KaSA's B is c * lora_B * lora_diag. corda and loftq change
+W in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.
 
-Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2. corda and loftq change W in ways that a file
-does not tell; PEFT converts such adapters to plain LoRA on request.
+Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ OFF = common.OFF | {
 }
 PARAMETERS = (
     *"lora_A.weight lora_B.weight lora_B.bias lora_embedding_A lora_embedding_B lora_diag".split(),
-    "lora_magnitude_vector",
-    "lora_magnitude_vector.weight",  # the same tensor as PEFT wrote it for a while
+    *("lora_magnitude_vector", "lora_magnitude_vector.weight"),  # the latter as PEFT wrote it for a while
 )
 SAME_BASE = {"gaussian", "eva", "mica", "orthogonal", "lora_ga"}  # initial values that leave W as it is
 LESS_BASE = {"pissa", "olora"}  # those that leave a known part of it
@@ -98,17 +97,17 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
 
 def _less_base(init: object, kasa: object) -> str:
     """Which part of W the adapter was trained without: pissa, olora, kasa, or none ("")."""
-    name = init.lower() if isinstance(init, str) else init
+    name = init.lower() if isinstance(init, str) else ""
     same = init is None or isinstance(init, bool) or name in SAME_BASE
     if kasa is not None and not isinstance(kasa, dict):
         raise AdapterError("bad_config", f"found {kasa!r:.80}, want null or an object", key="kasa_config")
-    if kasa is not None and same:
-        return "kasa"
-    if kasa is None and (same or name in LESS_BASE):
-        return "" if same else name
+    if same:
+        return "" if kasa is None else "kasa"
+    if kasa is None and name in LESS_BASE:
+        return name
     advice = "it changes the base weight; convert with save_pretrained(path_initial_model_for_weight_conversion=...)"
-    want = f"want true, false or one of {sorted(SAME_BASE | LESS_BASE)}"
-    raise AdapterError("bad_config", f"found {init!r:.80}, {want}; {advice}", key="init_lora_weights")
+    hint = f"found {init!r:.80}, want true, false or one of {sorted(SAME_BASE | LESS_BASE)}; {advice}"
+    raise AdapterError("bad_config", hint, key="init_lora_weights")
 
 
 def _taken(less: str, r: int, scale: float, module: Module) -> FromWeight | None:
@@ -118,5 +117,5 @@ def _taken(less: str, r: int, scale: float, module: Module) -> FromWeight | None
         raise module.error("unsupported_method", "lora_embedding_A", f"{less} of an embedding is not served")
     if less == "olora":
         return FromWeight(lambda W, b0: ((without_columns(W, r, scale),), None), cancels=True)
-    part = slice(0, r) if less == "kasa" else slice(-r, None)
+    part = slice(-r, None) if less == "pissa" else slice(0, r)
     return FromWeight(lambda W, b0: ((without_singular(W, part),), None), cancels=less == "pissa")

@@ -41,7 +41,8 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         S = module.need("osf_svd_params.S_low", k)
         if not len(S):
             raise module.error("bad_config", "effective_rank", "keeps all of the weight, want something to train")
-        U, V = module.need(PARAMETERS[0], module.out_features, len(S)), module.need(PARAMETERS[2], len(S), module.in_features)
+        U = module.need("osf_svd_params.U_low", module.out_features, len(S))
+        V = module.need("osf_svd_params.V_low", len(S), module.in_features)
         lowest = slice(0, len(S))
         less = FromWeight(lambda W, b0: ((without_singular(W, lowest),), None), cancels=True)
         return Slots(terms=(Term(V, product(U, S)),), from_weight=less)

@@ -3,8 +3,8 @@
     F(x) = x W + b + ((x A^T) * d) B^T,   d = scaling * waveft_spectrum (n,)
 
 The place (p, q) lies in one of the four bands of a transform of one level: halves of rows and of columns. With db1,
-the Haar wavelet, it becomes a 2 x 2 patch of W, so a column of A and one of B have two numbers each: 1/sqrt(2) twice, or
-with signs + and -. PEFT takes the signs of the rows from the band of the columns and the other way round. Without
+the Haar wavelet, it becomes a 2 x 2 patch of W, so a column of A and one of B have two numbers each: 1/sqrt(2) twice,
+or with signs + and -. PEFT takes the signs of the rows from the band of the columns and the other way round. Without
 use_idwt a place is one element of W. Places follow from the seed and the layer's shape (locations.py), so all adapters
 with one seed and n share A and B. Other wavelets are longer and are not served.
 
