@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_files import EMBED, PATH, key, lora_config, lora_tensors, read, refused
 
-from scute_sgl import linalg
+from scute_sgl import linalg, resolve
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold_adapter
 from scute_sgl.methods import adamss, locations
@@ -211,6 +211,13 @@ def test_lora_on_less_of_an_embedding():
 def test_lora_diag_without_kasa():
     with refused("unknown_key", PATH, "lora_diag"):
         read(lora_config(), lora_tensors() | {key("lora_diag"): ones(4)})
+
+
+def test_a_load_that_would_stall_the_server_is_given_up(monkeypatch):
+    adapter = read(lora_config(init_lora_weights="pissa"), lora_tensors())
+    monkeypatch.setattr(resolve, "MAX_SECONDS", -1)
+    with refused("too_large", PATH, "terms of the base weight", "target fewer modules"):
+        fold_adapter(adapter, base(torch.eye(8, 16)))
 
 
 def test_singular_vectors_of_a_huge_weight_are_refused(monkeypatch):

@@ -15,7 +15,6 @@ W: on its device, a bounded number of rows at a time. All results are on the hos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.linalg import product
+from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, is_split, products, resolve
 from scute_sgl.shard import shard
 from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
@@ -211,7 +210,7 @@ def _read_base(slots: Slots, t: Target, adds_bias: bool) -> Tensor | None:
     if A is not None:
         A, B = A.to(W.device), B.to(W.device)
         left, right = (A.T, B.T) if embedding else (B, A)  # W's rows take left @ right
-    with _full_float32():
+    with full_float32():
         for rows in chunks:
             total = W[rows].float() if A is None else torch.addmm(W[rows].float(), left[rows], right)
             part = total.square().sum(0 if embedding else 1, dtype=torch.float64)
@@ -220,14 +219,3 @@ def _read_base(slots: Slots, t: Target, adds_bias: bool) -> Tensor | None:
             else:
                 squares[rows] = part
     return squares
-
-
-@contextmanager
-def _full_float32():
-    """SGLang may have allowed TF32 products (--enable-tf32-matmul), whose 10 bits would show in s - 1."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,17 @@ from scute_sgl.slots import Term
 
 SCRATCH = 1 << 21  # float64 elements of W in work at a time (16 MiB)
 MAX_SIDE = 8192  # of an eigenproblem, which stalls the server: n^3 work, seconds for 4096
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """SGLang may have allowed TF32 products (--enable-tf32-matmul), whose 10 bits would show in s - 1."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def times(M: Tensor, X: Tensor) -> Tensor:

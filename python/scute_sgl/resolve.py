@@ -7,6 +7,7 @@ number of rows at a time, and never copied to the host; only products with it ar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.linalg import compact, product, times
+from scute_sgl.linalg import compact, full_float32, product, times
 from scute_sgl.slots import FromWeight, Slots, Target
+
+MAX_SECONDS = 120  # of a load that no other request can interrupt; SGLang's watchdog ends a server after 300
 
 
 def fold_gates(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> dict[str, Slots]:
@@ -57,13 +60,20 @@ def products(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> dic
 def resolve(
     modules: Mapping[str, Slots], targets: Mapping[str, Target], totals: Mapping[str, Tensor]
 ) -> dict[str, Slots]:
-    """Slots without ``from_weight``: its terms and bias are added. ``totals``: products, summed over the ranks."""
-    modules = dict(modules)
+    """Slots without ``from_weight``: its terms and bias are added. ``totals``: products, summed over the ranks.
+
+    AdapterError ``too_large`` if that takes longer than MAX_SECONDS, and what ``finish`` raises.
+    """
+    modules, deadline = dict(modules), time.monotonic() + MAX_SECONDS
     for path, slots in modules.items():
         if (source := slots.from_weight) is None:
             continue
+        if time.monotonic() > deadline:
+            hint = f"its terms of the base weight take over {MAX_SECONDS} s, in which no request is served"
+            raise AdapterError("too_large", f"{hint}; target fewer modules", module=path)
         P, b0 = _whole(source, targets[path], totals.get(path))
-        terms, bias = source.finish(P, b0 if slots.base_bias is None else slots.base_bias.double())
+        with full_float32():
+            terms, bias = source.finish(P, b0 if slots.base_bias is None else slots.base_bias.double())
         bias = slots.bias if bias is None else bias.cpu() if slots.bias is None else slots.bias + bias.cpu()
         terms = slots.terms + terms
         if source.cancels:
