@@ -139,7 +139,10 @@ def test_equals_peft(written, base_name, name):
     compare(adapter, base_dir, folder, torch.float64, tolerance)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share"])
+@pytest.mark.parametrize("name", [
+    "lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share", "hra", "deft", "peanut", "glora",
+    "glora_constant", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft", "waveft",
+])  # fmt: skip
 def test_reads_without_a_base(written, name):
     """B05: enough for inspect. VeRA's matrices, if not saved, are placeholders then."""
     base_dir, folder = written("llama", name)
