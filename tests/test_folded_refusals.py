@@ -5,13 +5,10 @@ Each has its code, and its text names the key, what was found and what is allowe
 
 import pytest
 import torch
-from small_files import EMBED, PATH, key, lora_config, lora_tensors, read, refused
+from small_files import EMBED, PATH, key, read, refused, weighted
 
-from scute_sgl import linalg, resolve
-from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold_adapter
 from scute_sgl.methods import adamss, locations
-from scute_sgl.slots import Target
 
 ones = torch.ones
 HRA = {"hra_u": ones(16, 2)}
@@ -65,12 +62,6 @@ def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
         read(config(method, modules_to_save=["lm_head"]), tensors(method))
     with refused("unsupported_method", EMBED, "embedding"):
         read(config(method, target_modules=["embed_tokens"]), tensors(method, EMBED))
-
-
-def base(W, b0=None):
-    """PATH as the only module of a base."""
-    outputs, inputs = W.shape
-    return {PATH: Target(PATH, 0, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: W, lambda: b0)}
 
 
 @pytest.mark.parametrize("method, fields, fragments", [
@@ -134,12 +125,22 @@ def test_glora_path_that_is_off_holds_zeros():
         read(config("GLORA"), tensors("GLORA", **{"glora_D.zeros": ones(8)}))
 
 
+@pytest.mark.parametrize("path", "AB")
+def test_glora_needs_a_and_b(path):
+    """Neither may be off alone, nor on against the config."""
+    off = {f"glora_{path}.X": None, f"glora_{path}.zeros": torch.zeros(8, 16)}
+    with refused("missing_tensor", PATH, f"glora_{path}.X"):
+        read(config("GLORA"), tensors("GLORA", **off))
+    with refused("missing_tensor", PATH, "glora_A.zeros"):
+        read(config("GLORA", config_A_B="none"), tensors("GLORA"))
+
+
 def test_glora_with_a_bias_on_a_base_without_one():
     with_d = {"glora_D.zeros": None, "glora_D.X": ones(8)}
     adapter = read(config("GLORA", config_D_E="vector"), tensors("GLORA", **with_d))
-    fold_adapter(adapter, base(ones(8, 16), ones(8)))
+    fold_adapter(adapter, weighted(ones(8, 16), ones(8)))
     with refused("wrong_base", PATH, "glora_D", "bias"):
-        fold_adapter(adapter, base(ones(8, 16)))
+        fold_adapter(adapter, weighted(ones(8, 16)))
 
 
 def test_adamss_clusters_against_the_file():
@@ -150,15 +151,15 @@ def test_adamss_clusters_against_the_file():
     assert sorted(torch.cat(rows).tolist()) == list(range(8)) and min(sizes) > 0
     parts = {f"adamss_B.{k}": ones(size, 1) for k, size in enumerate(sizes)}
     whole = read(config("ADAMSS"), tensors("ADAMSS", **parts))
-    B = fold_adapter(whole, base(W))[0][1].B
+    B = fold_adapter(whole, weighted(W))[0][1].B
     assert [B[:, k].nonzero().flatten().tolist() for k in range(2)] == [own.tolist() for own in rows]
     other = {f"adamss_B.{k}": ones(size, 1) for k, size in enumerate((sizes[0] + 1, sizes[1] - 1))}
     with refused("wrong_base", PATH, "adamss_B", f"found parts of {[sizes[0] + 1, sizes[1] - 1]}", f"have {sizes}"):
-        fold_adapter(read(config("ADAMSS"), tensors("ADAMSS", **other)), base(W))
+        fold_adapter(read(config("ADAMSS"), tensors("ADAMSS", **other)), weighted(W))
     with refused("wrong_base", PATH, "adamss_newB", "of the space", "kind of device"):
-        fold_adapter(whole, base(W.roll(3, dims=1)))
+        fold_adapter(whole, weighted(W.roll(3, dims=1)))
     with refused("wrong_base", PATH, "adamss_newB", "found 16 columns", "exactly if the layer has a bias"):
-        fold_adapter(whole, base(W, ones(8)))
+        fold_adapter(whole, weighted(W, ones(8)))
     with refused("bad_shape", PATH, "adamss_newB", "found (3, 18)", "16 or one more"):
         read(config("ADAMSS"), tensors("ADAMSS", adamss_newB=ones(3, 18)))
     with refused("bad_shape", PATH, "adamss_newB", "found (2, 16)"):
@@ -186,47 +187,6 @@ def test_osf_rank_against_the_file():
     empty = {"osf_svd_params.U_low": ones(8, 0), "osf_svd_params.S_low": ones(0), "osf_svd_params.V_low": ones(0, 16)}
     with refused("bad_config", PATH, "effective_rank", "keeps all"):
         read(config("OSF", effective_rank=8), tensors("OSF", **empty))
-
-
-@pytest.mark.parametrize("fields, code, fragments", [
-    ({"init_lora_weights": "pissa_niter_4"}, "bad_config", ["init_lora_weights", "pissa_niter_4", "convert"]),
-    ({"init_lora_weights": "pissa", "kasa_config": {"beta": 1}}, "bad_config", ["init_lora_weights", "pissa"]),
-    ({"use_dora": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "use_dora"]),
-    ({"lora_bias": True, "kasa_config": {"beta": 1}}, "bad_config", ["kasa_config", "lora_bias"]),
-    ({"kasa_config": True}, "bad_config", ["kasa_config", "found True"]),
-    ({"init_lora_weights": ["pissa"]}, "bad_config", ["init_lora_weights", "found ['pissa']"]),
-    ({"kasa_config": {"beta": 1}}, "missing_tensor", [PATH, "lora_diag"]),
-])  # fmt: skip
-def test_lora_on_less_of_the_base(fields, code, fragments):
-    with refused(code, *fragments):
-        read(lora_config(**fields), lora_tensors())
-
-
-def test_lora_on_less_of_an_embedding():
-    embedding = {key("lora_embedding_A", EMBED): ones(4, 32), key("lora_embedding_B", EMBED): ones(16, 4)}
-    with refused("unsupported_method", EMBED, "pissa of an embedding"):
-        read(lora_config(init_lora_weights="pissa", target_modules=["embed_tokens"]), embedding)
-
-
-def test_lora_diag_without_kasa():
-    with refused("unknown_key", PATH, "lora_diag"):
-        read(lora_config(), lora_tensors() | {key("lora_diag"): ones(4)})
-
-
-def test_a_load_that_would_stall_the_server_is_given_up(monkeypatch):
-    adapter = read(lora_config(init_lora_weights="pissa"), lora_tensors())
-    monkeypatch.setattr(resolve, "MAX_SECONDS", -1)
-    with refused("too_large", PATH, "terms of the base weight", "target fewer modules"):
-        fold_adapter(adapter, base(torch.eye(8, 16)))
-
-
-def test_singular_vectors_of_a_huge_weight_are_refused(monkeypatch):
-    """They would stall the server."""
-    adapter = read(lora_config(init_lora_weights="pissa"), lora_tensors())
-    fold_adapter(adapter, base(torch.eye(8, 16)))
-    monkeypatch.setattr(linalg, "MAX_SIDE", 7)
-    with pytest.raises(AdapterError, match=r"too_large.*\(8, 16\).*up to 7"):
-        fold_adapter(adapter, base(torch.eye(8, 16)))
 
 
 @pytest.mark.parametrize("key, tensor, code, found", [

@@ -17,7 +17,7 @@ from peft_answers import load_peft
 from small_files import refused
 
 from scute_sgl import checkpoint
-from scute_sgl.methods import METHODS
+from scute_sgl.methods import METHODS, peanut
 from scute_sgl.slots import BaseShape, Slots
 
 # Beside the plain Llama: on tied embeddings, on biased q, k, v, and on one KV head.
@@ -192,6 +192,12 @@ def test_files_of_16_bit_are_not_rounded_again(written):
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     assert slots.terms[0].A.dtype == torch.bfloat16
     assert torch.equal(slots.terms[0].B, checkpoint.load(folder)[1][key].float() * (11 / 8))
+
+
+@pytest.mark.parametrize("name", peanut.ACTIVATIONS)
+def test_peanut_activations_are_those_of_transformers(name):
+    x = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    assert torch.equal(peanut.ACTIVATIONS[name](x), transformers.activations.ACT2FN[name](x))
 
 
 def test_peft_written_oft_embedding_is_refused(root):

@@ -20,10 +20,13 @@ from scute_sgl.methods import common
 from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, FromWeight, Slots, Term
 
-FIELDS = {"target_modules": None, "r": 8, "config_A_B": "lora", "config_C": "lora", "config_D_E": "constant"}
-FIELDS |= {"bias": "none"}
-FORMS = {"config_A_B": ("vector", "constant", "none"), "config_C": ("lora", "vector", "none"),
-         "config_D_E": ("vector", "constant", "none")}  # fmt: skip
+FIELDS = {"target_modules": None, "r": 8, "bias": "none"}
+FIELDS |= {"config_A_B": "lora", "config_C": "lora", "config_D_E": "constant"}
+FORMS = {
+    "config_A_B": ("vector", "constant", "none"),
+    "config_C": ("lora", "vector", "none"),
+    "config_D_E": ("vector", "constant", "none"),
+}
 NEUTRAL: frozenset[str] = frozenset()
 PARAMETERS = tuple(f"glora_{path}.{name}" for path in "ABCDE" for name in ("X", "Xd", "Xu", "zeros"))
 
@@ -42,7 +45,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         common.refuse_embedding(module, "GLoRA")
         inputs, outputs = module.in_features, module.out_features
         A, B = (_path(module, name, c["config_A_B"], (outputs, 1), (outputs, inputs)) for name in "AB")
-        D, E = (_path(module, name, c["config_D_E"], (outputs,), (outputs,)) for name in "DE")
+        D, E = (_path(module, name, c["config_D_E"], (outputs,), (outputs,), biased=True) for name in "DE")
         C = _path_c(module, c["config_C"], r)
         scale, terms, from_weight = None, (), None
         if A is not None:
@@ -66,9 +69,12 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     return common.build("GLORA", config, modules, read_one)
 
 
-def _path(module: Module, name: str, form: str, vector: tuple, zeros: tuple) -> Tensor | None:
-    """The vector, or constant (1,), of a path that is on."""
-    if _zeros(module, f"glora_{name}.zeros", zeros) is not None:
+def _path(
+    module: Module, name: str, form: str, vector: tuple, zeros: tuple, biased: bool = False
+) -> Tensor | None:
+    """The vector, or constant (1,), of a path; None if it is off, as all ``biased`` ones are without a bias."""
+    if form == "none" or (biased and f"glora_{name}.zeros" in module.tensors):
+        _zeros(module, f"glora_{name}.zeros", *zeros)
         return None
     return module.need(f"glora_{name}.X", *(vector if form == "vector" else (1,)))
 
@@ -76,16 +82,16 @@ def _path(module: Module, name: str, form: str, vector: tuple, zeros: tuple) -> 
 def _path_c(module: Module, form: str, r: int) -> Tensor:
     """C as (in, 1), zeros where the path is off."""
     inputs = module.in_features
-    if (zeros := _zeros(module, "glora_C.zeros", (inputs, 1))) is not None:
-        return zeros
+    if form == "none" or "glora_C.zeros" in module.tensors:
+        return _zeros(module, "glora_C.zeros", inputs, 1)
     if form == "vector":
         return module.need("glora_C.X", inputs, 1)
     return module.need("glora_C.Xd", inputs, r).double() @ module.need("glora_C.Xu", r, 1).double()
 
 
-def _zeros(module: Module, name: str, shape: tuple) -> Tensor | None:
+def _zeros(module: Module, name: str, *shape: int | None) -> Tensor:
     """What the file holds of a path that is off. PEFT loads it, so it must be zeros."""
-    zeros = module.take(name, *shape)
-    if zeros is not None and zeros.any():
+    zeros = module.need(name, *shape)
+    if zeros.any():
         raise module.error("bad_config", name, "found other numbers, want the zeros of a path that is off")
     return zeros
