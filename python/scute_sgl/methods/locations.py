@@ -16,9 +16,9 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.names import Module
 from scute_sgl.slots import SharedTerm
 
-MAX_PLACES = 1 << 30  # elements of a layer among which PEFT draws: a permutation of 8 bytes for each
+MAX_PLACES = 1 << 28  # elements of a layer among which PEFT draws: 8 bytes for each, for a moment
 MAX_RANK = 8192  # every row of a batch needs scratch of this width
-MAX_VALUES = 1 << 28  # of A and of B
+MAX_VALUES = 1 << 27  # of A and of B
 Columns = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
