@@ -25,6 +25,7 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
+        "adalora_no_alpha", "beft", "delora_patterns", "miss_remainder",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
@@ -103,7 +104,7 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
             want = theirs(ids)
         else:
             x = torch.randn(16, W.shape[1], generator=generator).double()
-            want = theirs(x.to(dtype))
+            want = theirs(x[None].to(dtype))[0]  # as a batch, which some methods need
         got = normal_form(slots, x, W, b0)
         error = ((got - want.double()).abs().max() / want.abs().max()).item()
         assert error <= tolerance, (path, error)

@@ -26,7 +26,7 @@ class Support:
     """``live`` are the slots that cost something in every step, for some adapter of the method."""
 
     label: str  # Adapter.method
-    peft_type: str
+    peft_type: str  # several names of one method are separated by spaces
     served: str
     live: str
     folded: str
@@ -59,20 +59,43 @@ SUPPORT = (
         "both Cayley forms, `block_share`, `coft`, `bias`, files since PEFT 0.16, any linear layer and `lm_head`",
         "R b", "Cayley transform → R",
     ),
+    Support(
+        "ADALORA", "ADALORA",
+        "pruned or not, `bias`, any linear layer and `lm_head`",
+        "b A B", "E → A; alpha / (init_r + 1e-5) → B",
+    ),
+    Support(
+        "BEFT", "BEFT",
+        "any linear layer and `lm_head`, with a bias or without",
+        "b", "",
+    ),
+    Support(
+        "DELORA", "DELORA",
+        "rank patterns, `bias`, any linear layer and `lm_head`",
+        "b A B", "weight norms → A; lambda / (r ‖A‖ ‖B‖) → B",
+    ),
+    Support(
+        "MISS", "MISS BONE",
+        "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
+        "b A B", "sums of inputs → A",
+    ),
 )  # fmt: skip
 
 
 def methods() -> str:
     """The support table. ValueError if it and METHODS do not name the same methods."""
-    if {row.peft_type for row in SUPPORT} != METHODS.keys():
-        raise ValueError(f"SUPPORT is of {[row.peft_type for row in SUPPORT]}, METHODS of {[*METHODS]}")
+    supported = {name for row in SUPPORT for name in row.peft_type.split()}
+    if supported != METHODS.keys():
+        raise ValueError(f"SUPPORT is of {sorted(supported)}, METHODS of {[*METHODS]}")
     lines = [
         "| method | `peft_type` | what of it is served | live slots | folded when it loads | PEFT checked | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in SUPPORT:
         verdict = "exact, reads W once" if row.reads_weight else "exact"
-        cells = (row.label, f"`{row.peft_type}`", row.served, row.live, row.folded, checked(row.peft_type), verdict)
+        names = row.peft_type.split()
+        types = " ".join(f"`{name}`" for name in names)
+        cells = (row.label, types, row.served, row.live, row.folded, checked(names[0]), verdict)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "| any other | | | | | | refused: `unsupported_method` |"])
 
@@ -108,8 +131,10 @@ def refused_flags() -> str:
 
 
 def refused_fields() -> str:
-    """Config fields that a reader knows and does not serve, with its advice."""
-    found = {name: advice for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items()}
+    """Config fields that a reader knows and no method serves, with its advice."""
+    served = {name for module in METHODS.values() for name in module.FIELDS}
+    refused = ((name, advice) for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items())
+    found = {name: advice for name, advice in refused if name not in served}
     return "\n".join(["| config field | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in found.items())])
 
 

@@ -4,6 +4,25 @@
 method, write its file (formula in slots.py's notation first), add a line here and a case in tests/make_adapters.py.
 """
 
-from scute_sgl.methods import ia3, lora, oft, vera
+from scute_sgl.methods import (
+    adalora,
+    beft,
+    delora,
+    ia3,
+    lora,
+    miss,
+    oft,
+    vera,
+)
 
-METHODS = {"LORA": lora, "IA3": ia3, "VERA": vera, "OFT": oft}  # DoRA is a LORA with use_dora
+METHODS = {
+    "ADALORA": adalora,
+    "BEFT": beft,
+    "BONE": miss,  # what older releases of PEFT called MISS
+    "DELORA": delora,
+    "IA3": ia3,
+    "LORA": lora,  # DoRA too: a LORA with use_dora
+    "MISS": miss,
+    "OFT": oft,
+    "VERA": vera,
+}

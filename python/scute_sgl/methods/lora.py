@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
@@ -80,25 +79,15 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         A, B = module.need(a, r, inputs), module.need(b, outputs, r)
         bias = magnitude = None
         if c["lora_bias"]:
-            bias = scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
+            bias = common.scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
         if c["use_dora"]:
             magnitude = module.take("lora_magnitude_vector", B.shape[0])
             if magnitude is None:
                 magnitude = module.need("lora_magnitude_vector.weight", B.shape[0])
-        return Slots(terms=(Term(A, scaled(B, scale, module, b)),), bias=bias, magnitude=magnitude)
+        return Slots(terms=(Term(A, common.scaled(B, scale, module, b)),), bias=bias, magnitude=magnitude)
 
     modules, _ = group(tensors, base, PARAMETERS)
     return common.build("DORA" if c["use_dora"] else "LORA", config, modules, read_one)
-
-
-def scaled(tensor: Tensor, scale: float, module: Module, name: str) -> Tensor:
-    """scale * tensor in at least float32: a 16-bit file must not be rounded a second time."""
-    if scale == 1:
-        return tensor
-    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * scale
-    if not result.isfinite().all():
-        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
-    return result
 
 
 def _check_init(init: object) -> None:

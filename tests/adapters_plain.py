@@ -1,0 +1,80 @@
+"""Adapters of the methods that are low-rank terms, biases or rotations whatever the base weight is. PEFT writes them.
+
+``PLAIN``: name -> writer(base folder, adapter folder), for ADAPTERS in make_adapters.py. A method's parameters are
+drawn by its table: the start of a parameter's own name -> (mean, deviation). Not a test module.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from peft import (
+    AdaLoraConfig, BeftConfig, DeloraConfig, MissConfig, PeftModel, get_peft_model,
+)  # fmt: skip
+from peft_answers import load_base
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
+Writer = Callable[[str, str], None]
+Draws = dict[str, tuple[float, float]]
+
+
+def _writer(make: Callable, draws: Draws, prepare: Callable[[PeftModel], None] = lambda model: None) -> Callable[..., Writer]:
+    """fields -> writer; ``prepare`` runs after the draws and before PEFT saves."""
+
+    def with_fields(**fields) -> Writer:
+        fields = {"target_modules": ALL} | fields
+
+        def write(base_dir: str, out_dir: str) -> None:
+            torch.manual_seed(zlib.crc32(repr((make.__name__, sorted(fields.items()))).encode()))
+            model = get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
+            draw(model, draws | {"bias": (0, 0.3)})
+            prepare(model)
+            model.save_pretrained(out_dir)
+
+        return write
+
+    return with_fields
+
+
+@torch.no_grad()
+def draw(model: PeftModel, draws: Draws) -> None:
+    """Every trained parameter anew. KeyError for one that no draw is for."""
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            name = next((n for n in draws if any(part.startswith(n) for part in path.split("."))), path)
+            mean, deviation = draws[name]
+            parameter.copy_(mean + deviation * torch.randn_like(parameter))
+
+
+def _prune(model: PeftModel) -> None:
+    """A rank pattern as AdaLoRA's training leaves it: some ranks of every module, none of one module."""
+    masks = {}
+    for path, module in model.base_model.model.named_modules():
+        if hasattr(module, "lora_E"):
+            kept = 0 if path.endswith("layers.1.self_attn.k_proj") else 1 + len(masks) % 6
+            masks[f"{path}.lora_E.default"] = [i < kept for i in torch.randperm(module.r["default"]).tolist()]
+    model.peft_config["default"].rank_pattern = masks
+
+
+_adalora_draws = {"lora_A": (0, 0.2), "lora_B": (0, 0.2), "lora_E": (0, 1)}
+_adalora = _writer(AdaLoraConfig, _adalora_draws)
+_adalora_pruned = _writer(AdaLoraConfig, _adalora_draws, _prune)
+_beft = _writer(BeftConfig, {"beft_bias": (0, 0.3)})
+_delora = _writer(DeloraConfig, {"delora_lambda": (6, 2), "delora_A": (0, 0.3), "delora_B": (0, 0.3)})
+_miss = _writer(MissConfig, {"miss_block": (0, 0.05)})
+
+PLAIN: dict[str, Writer] = {
+    "adalora": _adalora_pruned(total_step=10, lora_alpha=16),
+    "adalora_unpruned": _adalora(total_step=10, init_r=4, lora_alpha=6, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "adalora_no_alpha": _adalora_pruned(total_step=10, lora_alpha=0, bias="all", target_modules=ATTENTION),
+    "beft": _beft(),
+    "beft_head": _beft(target_modules=["v_proj", "lm_head"]),
+    "delora": _delora(),
+    "delora_patterns": _delora(r=4, rank_pattern={"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, bias="delora_only"),
+    "miss": _miss(r=16),
+    "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
+    "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
+}  # fmt: skip

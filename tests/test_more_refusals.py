@@ -1,0 +1,133 @@
+"""Refusals of the methods of adapters_plain.py: each has its code, and its text names the key, what was found and what
+is allowed. ``FILES`` holds the smallest adapter of each method on the base of small_files.py; a case changes it.
+"""
+
+import peft
+import pytest
+import torch
+from make_adapters import make_base, write_adapter
+from small_files import BASE, EMBED, PATH, key, read, refused
+
+from scute_sgl.checkpoint import load
+from scute_sgl.methods import METHODS, common
+
+
+def ones(**shapes):
+    """Tensors of one module by name, all ones; "__" stands for a dot."""
+    return {key(name.replace("__", ".")): torch.ones(shape) for name, shape in shapes.items()}
+
+
+FILES = {  # PATH has 16 inputs and 8 outputs
+    "ADALORA": ({"init_r": 3}, ones(lora_A=(3, 16), lora_B=(8, 3), lora_E=(3, 1))),
+    "BEFT": ({}, ones(beft_bias=(1, 8))),
+    "BONE": ({"r": 4}, ones(bone_block=(4, 8))),
+    "DELORA": ({"r": 4}, ones(delora_A=(4, 16), delora_B=(8, 4), delora_lambda=(1,), delora_w_norm=(16,))),
+    "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
+}
+MAKERS = {
+    "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "DELORA": peft.DeloraConfig,
+    "MISS": peft.MissConfig,
+}  # fmt: skip
+
+
+def read_changed(method, config=None, tensors=None, base=BASE):
+    fields, file = FILES[method]
+    fields = {"peft_type": method, "target_modules": ["up_proj"]} | fields | (config or {})
+    return read(fields, {k: t for k, t in (file | (tensors or {})).items() if t is not None}, base)
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_the_unchanged_files_are_read(method):
+    (path,) = read_changed(method).modules
+    (alone,) = read_changed(method, base=None).modules
+    assert path == alone == PATH
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_fields_and_defaults_are_pefts(method):
+    """Each field of PEFT's config is read, neutral or refused here, and what is read has PEFT's default."""
+    config, module = MAKERS[method]().to_dict(), METHODS[method]
+    off = getattr(module, "OFF", common.OFF)
+    for name, value in config.items():
+        assert name in module.FIELDS or name in module.NEUTRAL | common.NEUTRAL or name in off, name
+        assert module.FIELDS.get(name) is None or module.FIELDS[name] == value, name
+        assert name not in off or common._is_off(value), name
+    common.settings(config | {"peft_type": method}, module.FIELDS, module.NEUTRAL, off)
+
+
+@pytest.mark.parametrize("method", FILES)
+@pytest.mark.parametrize("field", [{"modules_to_save": ["lm_head"]}, {"invented_number": 1}])
+def test_field_that_changes_the_result_is_refused_by_name(method, field):
+    with refused("bad_config", *field, "found", "want"):
+        read_changed(method, field)
+
+
+@pytest.mark.parametrize("method, name", [(m, name) for m, (_, file) in FILES.items() for name in file])
+def test_every_tensor_is_needed_and_its_shape_checked(method, name):
+    with refused("missing_tensor", "not in the file" if len(FILES[method][1]) > 1 else "no tensor of"):
+        read_changed(method, tensors={name: None})
+    found = FILES[method][1][name]
+    with refused("bad_shape", "(7,"):
+        read_changed(method, tensors={name: torch.ones(7, *found.shape[1:])})
+    with refused("bad_shape", str((1, *found.shape))):
+        read_changed(method, tensors={name: found[None]})
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_embeddings_are_refused_by_module(method):
+    moved = {k.replace(PATH, EMBED): t for k, t in FILES[method][1].items()}
+    with refused("unsupported_method", EMBED, "no embedding layer"):
+        read_changed(method, {"target_modules": None}, dict.fromkeys(FILES[method][1]) | moved)
+
+
+@pytest.mark.parametrize("method, config, code, fragments", [
+    ("ADALORA", {"init_r": 0}, "bad_config", ["init_r: found 0"]),
+    ("ADALORA", {"use_dora": True}, "bad_config", ["use_dora", "no AdaLoRA with DoRA"]),
+    ("ADALORA", {"lora_bias": True}, "bad_config", ["lora_bias"]),
+    ("ADALORA", {"use_qalora": True}, "bad_config", ["use_qalora"]),
+    ("ADALORA", {"rank_pattern": ["a"]}, "bad_config", ["rank_pattern", "['a']", "object"]),
+    ("ADALORA", {"rank_pattern": {PATH: [True] * 3}}, "bad_config", ["rank_pattern", PATH, ".lora_E with 3 booleans"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [True] * 2}}, "bad_config", ["rank_pattern", "[True, True]"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [1, 0, 1]}}, "bad_config", ["rank_pattern", "[1, 0, 1]"]),
+    ("ADALORA", {"rank_pattern": {"x.lora_E": [True] * 3}}, "bad_config", ["rank_pattern", "'x.lora_E'", "no such"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [True, False, True]}}, "bad_shape", [PATH, "lora_A", "(2, 16)"]),
+    ("BEFT", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
+    ("BONE", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("BONE", {"init_weights": "mini"}, "bad_config", ["init_weights", "'mini'"]),
+    ("DELORA", {"r": 3}, "bad_shape", [PATH, "delora_A", "(4, 16)", "(3, 16)"]),
+    ("DELORA", {"rank_pattern": {"up_proj": 2}}, "bad_shape", [PATH, "delora_A", "(2, 16)"]),
+    ("MISS", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
+    ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
+    ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),
+])  # fmt: skip
+def test_config_refusals(method, config, code, fragments):
+    with refused(code, *fragments):
+        read_changed(method, config)
+
+
+def test_miss_blocks_must_fit_the_layer():
+    with refused("bad_config", PATH, "r: found 17", "16 inputs"):
+        read_changed("MISS", {"r": 17}, ones(miss_block=(17, 8)))
+    with refused("bad_config", PATH, "mini_r: found 3", "8 outputs"):
+        read_changed("MISS", {"init_weights": "mini", "mini_r": 3}, ones(miss_block=(4, 3)))
+
+
+def test_bone_is_miss(tmp_path):
+    """Files of PEFT before 0.19 differ from MiSS in two names only."""
+    base, folder = make_base("llama", tmp_path), tmp_path / "miss"
+    config, tensors = load(write_adapter(base, folder, "miss_remainder"))
+    renamed = {k.replace("miss_block", "bone_block"): t for k, t in tensors.items()}
+    bone = METHODS["BONE"].read(config | {"peft_type": "BONE"}, renamed, None).modules
+    for path, slots in METHODS["MISS"].read(config, tensors, None).modules.items():
+        assert torch.equal(bone[path].terms[0].B, slots.terms[0].B)
+    with refused("unknown_key", "miss_block", "bone_block"):
+        METHODS["BONE"].read(config | {"peft_type": "BONE"}, tensors, None)
+
+
+def test_expanded_matrices_are_bounded(monkeypatch):
+    monkeypatch.setattr(common, "MAX_VALUES", 4 * (16 + 8) - 1)
+    with refused("too_large", PATH, "95 values"):
+        read_changed("MISS")
+
+
