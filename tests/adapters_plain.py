@@ -9,10 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
+import peft
 import torch
-from peft import (
-    AdaLoraConfig, BeftConfig, DeloraConfig, MissConfig, PeftModel, get_peft_model,
-)  # fmt: skip
 from peft_answers import load_base
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -21,15 +19,15 @@ Writer = Callable[[str, str], None]
 Draws = dict[str, tuple[float, float]]
 
 
-def _writer(make: Callable, draws: Draws, prepare: Callable[[PeftModel], None] = lambda model: None) -> Callable[..., Writer]:
-    """fields -> writer; ``prepare`` runs after the draws and before PEFT saves."""
+def _writer(make: Callable, draws: Draws, prepare: Callable[[peft.PeftModel], None] = lambda model: None):
+    """A function of the config's fields that gives a Writer; ``prepare`` runs between the draws and the saving."""
 
     def with_fields(**fields) -> Writer:
         fields = {"target_modules": ALL} | fields
 
         def write(base_dir: str, out_dir: str) -> None:
             torch.manual_seed(zlib.crc32(repr((make.__name__, sorted(fields.items()))).encode()))
-            model = get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
+            model = peft.get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
             draw(model, draws | {"bias": (0, 0.3)})
             prepare(model)
             model.save_pretrained(out_dir)
@@ -40,7 +38,7 @@ def _writer(make: Callable, draws: Draws, prepare: Callable[[PeftModel], None] =
 
 
 @torch.no_grad()
-def draw(model: PeftModel, draws: Draws) -> None:
+def draw(model: peft.PeftModel, draws: Draws) -> None:
     """Every trained parameter anew. KeyError for one that no draw is for."""
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -49,7 +47,7 @@ def draw(model: PeftModel, draws: Draws) -> None:
             parameter.copy_(mean + deviation * torch.randn_like(parameter))
 
 
-def _prune(model: PeftModel) -> None:
+def _prune(model: peft.PeftModel) -> None:
     """A rank pattern as AdaLoRA's training leaves it: some ranks of every module, none of one module."""
     masks = {}
     for path, module in model.base_model.model.named_modules():
@@ -60,20 +58,31 @@ def _prune(model: PeftModel) -> None:
 
 
 _adalora_draws = {"lora_A": (0, 0.2), "lora_B": (0, 0.2), "lora_E": (0, 1)}
-_adalora = _writer(AdaLoraConfig, _adalora_draws)
-_adalora_pruned = _writer(AdaLoraConfig, _adalora_draws, _prune)
-_beft = _writer(BeftConfig, {"beft_bias": (0, 0.3)})
-_delora = _writer(DeloraConfig, {"delora_lambda": (6, 2), "delora_A": (0, 0.3), "delora_B": (0, 0.3)})
-_miss = _writer(MissConfig, {"miss_block": (0, 0.05)})
+_adalora = _writer(peft.AdaLoraConfig, _adalora_draws)
+_adalora_pruned = _writer(peft.AdaLoraConfig, _adalora_draws, _prune)
+_beft = _writer(peft.BeftConfig, {"beft_bias": (0, 0.3)})
+_delora = _writer(peft.DeloraConfig, {"delora_lambda": (6, 2), "delora_A": (0, 0.3), "delora_B": (0, 0.3)})
+_gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
+_loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
+_lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
+_miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
 
 PLAIN: dict[str, Writer] = {
     "adalora": _adalora_pruned(total_step=10, lora_alpha=16),
-    "adalora_unpruned": _adalora(total_step=10, init_r=4, lora_alpha=6, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "adalora_unpruned": _adalora(total_step=9, init_r=4, lora_alpha=6, target_modules=["q_proj", "up_proj", "lm_head"]),
     "adalora_no_alpha": _adalora_pruned(total_step=10, lora_alpha=0, bias="all", target_modules=ATTENTION),
     "beft": _beft(),
     "beft_head": _beft(target_modules=["v_proj", "lm_head"]),
     "delora": _delora(),
     "delora_patterns": _delora(r=4, rank_pattern={"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, bias="delora_only"),
+    "gralora": _gralora(r=8, alpha=8),
+    "gralora_hybrid": _gralora(r=8, gralora_k=4, hybrid_r=3, alpha=6, bias="all"),
+    "loha": _loha(r=4, alpha=6),
+    "loha_patterns": _loha(r=8, rank_pattern={"q_proj": 2, "gate_proj": 16}, alpha_pattern={"k_proj": 4}),
+    "loha_head": _loha(r=3, alpha=6, target_modules=["k_proj", "lm_head"]),
+    "lokr": _lokr(r=2, alpha=2),
+    "lokr_both": _lokr(r=2, alpha=1, decompose_both=True, decompose_factor=8, target_modules=[*ALL, "lm_head"]),
+    "lokr_whole": _lokr(alpha=2, rank_pattern={"v_proj": 2}, alpha_pattern={"down_proj": 5}, init_weights="lycoris"),
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),

@@ -22,11 +22,15 @@ FILES = {  # PATH has 16 inputs and 8 outputs
     "BEFT": ({}, ones(beft_bias=(1, 8))),
     "BONE": ({"r": 4}, ones(bone_block=(4, 8))),
     "DELORA": ({"r": 4}, ones(delora_A=(4, 16), delora_B=(8, 4), delora_lambda=(1,), delora_w_norm=(16,))),
+    "GRALORA": ({"r": 4, "hybrid_r": 2}, ones(
+        gralora_A=(2, 8, 4), gralora_B=(2, 4, 4), gralora_A_general__weight=(2, 16), gralora_B_general__weight=(8, 2))),
+    "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
+    "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
     "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
 }
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "DELORA": peft.DeloraConfig,
-    "MISS": peft.MissConfig,
+    "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
 }  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def test_every_tensor_is_needed_and_its_shape_checked(method, name):
     with refused("missing_tensor", "not in the file" if len(FILES[method][1]) > 1 else "no tensor of"):
         read_changed(method, tensors={name: None})
     found = FILES[method][1][name]
-    with refused("bad_shape", "(7,"):
+    with refused("bad_shape", PATH, "found", "want"):
         read_changed(method, tensors={name: torch.ones(7, *found.shape[1:])})
     with refused("bad_shape", str((1, *found.shape))):
         read_changed(method, tensors={name: found[None]})
@@ -96,6 +100,18 @@ def test_embeddings_are_refused_by_module(method):
     ("BONE", {"init_weights": "mini"}, "bad_config", ["init_weights", "'mini'"]),
     ("DELORA", {"r": 3}, "bad_shape", [PATH, "delora_A", "(4, 16)", "(3, 16)"]),
     ("DELORA", {"rank_pattern": {"up_proj": 2}}, "bad_shape", [PATH, "delora_A", "(2, 16)"]),
+    ("GRALORA", {"gralora_k": 3}, "bad_config", ["r: found 4", "gralora_k=3"]),
+    ("GRALORA", {"r": 32, "gralora_k": 32}, "bad_config", [PATH, "gralora_k: found 32", "16 inputs"]),
+    ("GRALORA", {"r": 16, "gralora_k": 16}, "bad_config", [PATH, "gralora_k: found 16", "8 outputs"]),
+    ("GRALORA", {"hybrid_r": -1}, "bad_config", ["hybrid_r: found -1"]),
+    ("GRALORA", {"hybrid_r": 0}, "unknown_key", [PATH, "gralora_A_general.weight"]),
+    ("GRALORA", {"r": 1 << 14, "gralora_k": 4}, "bad_config", ["gralora_k * r + hybrid_r: found 65538"]),
+    ("GRALORA", {"exclude_modules": ["q_proj"]}, "bad_config", ["exclude_modules"]),
+    ("LOHA", {"r": 3}, "bad_shape", [PATH, "hada_w1_a", "(8, 2)", "(8, 3)"]),
+    ("LOHA", {"alpha_pattern": {"up_proj": "8"}}, "bad_config", ["alpha_pattern", "'8'"]),
+    ("LOHA", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
+    ("LOKR", {"r": 2}, "bad_shape", [PATH, "lokr_w2_a", "(4, 1)", "(any, 2)"]),
+    ("LOKR", {"rank_pattern": {"up_proj": 0}}, "bad_config", ["rank_pattern: found 0"]),
     ("MISS", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
     ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
     ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
@@ -111,6 +127,22 @@ def test_miss_blocks_must_fit_the_layer():
         read_changed("MISS", {"r": 17}, ones(miss_block=(17, 8)))
     with refused("bad_config", PATH, "mini_r: found 3", "8 outputs"):
         read_changed("MISS", {"init_weights": "mini", "mini_r": 3}, ones(miss_block=(4, 3)))
+
+
+def test_lokr_products_must_fit_the_layer(monkeypatch):
+    with refused("bad_shape", PATH, "lokr_w1", "12 inputs and 8 outputs", "16 and 8"):
+        read_changed("LOKR", tensors=ones(lokr_w2_b=(1, 3)))
+    with refused("unknown_key", PATH, "lokr_w1_a"):
+        read_changed("LOKR", tensors=ones(lokr_w1_a=(2, 1)))
+    monkeypatch.setattr(common, "MAX_RANK", 1)
+    with refused("too_large", PATH, "rank 2", "at most 1"):
+        read_changed("LOKR")
+
+
+def test_convolutions_of_loha_and_lokr_are_refused():
+    for method, name in (("LOHA", "hada_t1"), ("LOKR", "lokr_t2")):
+        with refused("unknown_key", name):
+            read_changed(method, tensors=ones(**{name: (2, 2, 3, 3)}))
 
 
 def test_bone_is_miss(tmp_path):

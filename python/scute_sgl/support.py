@@ -75,6 +75,21 @@ SUPPORT = (
         "b A B", "weight norms → A; lambda / (r ‖A‖ ‖B‖) → B",
     ),
     Support(
+        "GRALORA", "GRALORA",
+        "any k, hybrid ranks, `bias`, any linear layer and `lm_head`",
+        "b A B", "blocks and zeros → A, B of rank k r; alpha / (r + hybrid_r) → B",
+    ),
+    Support(
+        "LOHA", "LOHA",
+        "rank and alpha patterns, any linear layer and `lm_head`",
+        "A B", "rank r² → A, B; alpha / r → B",
+    ),
+    Support(
+        "LOKR", "LOKR",
+        "all splits, rank and alpha patterns, any linear layer and `lm_head`",
+        "A B", "up to the layer's whole rank → A, B; alpha / r → B",
+    ),
+    Support(
         "MISS", "MISS BONE",
         "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
         "b A B", "sums of inputs → A",

@@ -8,7 +8,10 @@ from scute_sgl.methods import (
     adalora,
     beft,
     delora,
+    gralora,
     ia3,
+    loha,
+    lokr,
     lora,
     miss,
     oft,
@@ -20,7 +23,10 @@ METHODS = {
     "BEFT": beft,
     "BONE": miss,  # what older releases of PEFT called MISS
     "DELORA": delora,
+    "GRALORA": gralora,
     "IA3": ia3,
+    "LOHA": loha,
+    "LOKR": lokr,
     "LORA": lora,  # DoRA too: a LORA with use_dora
     "MISS": miss,
     "OFT": oft,
