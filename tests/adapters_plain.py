@@ -66,6 +66,7 @@ _gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
 _loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
 _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
+_vblora = _writer(peft.VBLoRAConfig, {"vblora_vector_bank": (0, 0.2), "vblora_logits": (0, 1)})
 
 PLAIN: dict[str, Writer] = {
     "adalora": _adalora_pruned(total_step=10, lora_alpha=16),
@@ -86,4 +87,9 @@ PLAIN: dict[str, Writer] = {
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
+    "vblora": _vblora(num_vectors=40, vector_length=16),
+    "vblora_topk": _vblora(num_vectors=300, vector_length=8, topk=3, save_only_topk_weights=True, bias="all"),
+    "vblora_top1": _vblora(
+        num_vectors=20, vector_length=32, topk=1, save_only_topk_weights=True, target_modules=["q_proj", "lm_head"]
+    ),
 }  # fmt: skip

@@ -25,10 +25,12 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
-        "adalora_no_alpha", "beft", "delora_patterns", "miss_remainder",
+        "adalora_no_alpha", "beft", "delora_patterns", "miss_remainder", "vblora_topk",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
+# What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
+IN_FLOAT32 = {"oft_coft": 1e-7, "vblora_topk": 1e-6}
 CASES = [("llama", name) for name in ADAPTERS] + [(b, name) for b, names in ON_OTHER_BASES.items() for name in names]
 
 
@@ -123,9 +125,10 @@ def test_equals_peft(written, base_name, name):
     assert changed > (0.001 if name.endswith("_near") else 0.02) or name in WITHOUT_EFFECT
     # The same numbers as a float64 file, so that the reader's own float32 roundings do not hide an error.
     config, tensors = checkpoint.load(folder)
-    adapter = METHODS[config["peft_type"]].read(config, {key: t.double() for key, t in tensors.items()}, base)
-    # PEFT rounds coft's eps / sqrt(n) to float32 whatever it computes in.
-    compare(adapter, base_dir, folder, torch.float64, 1e-7 if name.startswith("oft_coft") else 1e-12)
+    tensors = {key: t.double() if t.is_floating_point() else t for key, t in tensors.items()}
+    adapter = METHODS[config["peft_type"]].read(config, tensors, base)
+    tolerance = next((t for start, t in IN_FLOAT32.items() if name.startswith(start)), 1e-12)
+    compare(adapter, base_dir, folder, torch.float64, tolerance)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share"])

@@ -17,6 +17,7 @@ def ones(**shapes):
     return {key(name.replace("__", ".")): torch.ones(shape) for name, shape in shapes.items()}
 
 
+BANK = "base_model.vblora_vector_bank"
 FILES = {  # PATH has 16 inputs and 8 outputs
     "ADALORA": ({"init_r": 3}, ones(lora_A=(3, 16), lora_B=(8, 3), lora_E=(3, 1))),
     "BEFT": ({}, ones(beft_bias=(1, 8))),
@@ -27,10 +28,13 @@ FILES = {  # PATH has 16 inputs and 8 outputs
     "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
     "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
     "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
+    "VBLORA": ({"r": 3, "num_vectors": 5, "vector_length": 4},
+               ones(vblora_logits_A=(3, 4, 5), vblora_logits_B=(2, 3, 5)) | {BANK: torch.ones(5, 4)}),
 }
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "DELORA": peft.DeloraConfig,
     "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
+    "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
 
 
@@ -71,7 +75,7 @@ def test_every_tensor_is_needed_and_its_shape_checked(method, name):
     with refused("missing_tensor", "not in the file" if len(FILES[method][1]) > 1 else "no tensor of"):
         read_changed(method, tensors={name: None})
     found = FILES[method][1][name]
-    with refused("bad_shape", PATH, "found", "want"):
+    with refused("bad_shape", PATH if PATH in name else name, "found", "want"):
         read_changed(method, tensors={name: torch.ones(7, *found.shape[1:])})
     with refused("bad_shape", str((1, *found.shape))):
         read_changed(method, tensors={name: found[None]})
@@ -116,6 +120,10 @@ def test_embeddings_are_refused_by_module(method):
     ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
     ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
     ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),
+    ("VBLORA", {"topk": 0}, "bad_config", ["topk: found 0"]),
+    ("VBLORA", {"topk": 6}, "bad_config", ["topk: found 6", "5 vectors"]),
+    ("VBLORA", {"num_vectors": 4}, "bad_shape", [BANK, "(5, 4)", "(4, 4)"]),
+    ("VBLORA", {"save_only_topk_weights": True}, "missing_tensor", ["vblora_logits_A_topk_indices"]),
 ])  # fmt: skip
 def test_config_refusals(method, config, code, fragments):
     with refused(code, *fragments):
@@ -143,6 +151,32 @@ def test_convolutions_of_loha_and_lokr_are_refused():
     for method, name in (("LOHA", "hada_t1"), ("LOKR", "lokr_t2")):
         with refused("unknown_key", name):
             read_changed(method, tensors=ones(**{name: (2, 2, 3, 3)}))
+
+
+def topk_file(**changed):
+    """The VB-LoRA file as save_only_topk_weights writes it."""
+    file = {BANK: torch.ones(5, 4), **ones(vblora_logits_A_topk_weights=(3, 4, 1), vblora_logits_B_topk_weights=(2, 3, 1))}
+    for letter, shape in (("A", (3, 4, 2)), ("B", (2, 3, 2))):
+        file[key(f"vblora_logits_{letter}_topk_indices")] = torch.full(shape, 4, dtype=torch.uint8)
+    return dict.fromkeys(FILES["VBLORA"][1]) | file | {key(name): t for name, t in changed.items()}
+
+
+def test_vblora_indices_must_be_of_the_bank(monkeypatch):
+    topk, indices = {"save_only_topk_weights": True}, "vblora_logits_B_topk_indices"
+    read_changed("VBLORA", topk, topk_file())
+    with refused("bad_shape", PATH, indices, "found 5 to 5", "0 to 4"):
+        read_changed("VBLORA", topk, topk_file(**{indices: torch.full((2, 3, 2), 5)}))
+    with refused("bad_shape", PATH, indices, "found -1 to -1"):
+        read_changed("VBLORA", topk, topk_file(**{indices: torch.full((2, 3, 2), -1)}))
+    with refused("bad_shape", PATH, indices, "float32", "integers"):
+        read_changed("VBLORA", topk, topk_file(**{indices: torch.ones(2, 3, 2)}))
+    with refused("unknown_key", PATH, "vblora_logits_A"):
+        read_changed("VBLORA", topk, FILES["VBLORA"][1] | topk_file(vblora_logits_A=torch.ones(3, 4, 5)))
+    with refused("bad_config", PATH, "vector_length: found 3", "16 inputs"):
+        read_changed("VBLORA", {"vector_length": 3}, {BANK: torch.ones(5, 3)})
+    monkeypatch.setattr(common, "MAX_VALUES", 3 * 4 * 2 * 4 - 1)
+    with refused("too_large", PATH, "vblora_logits_A"):
+        read_changed("VBLORA", topk, topk_file())
 
 
 def test_bone_is_miss(tmp_path):

@@ -48,20 +48,20 @@ class Module:
     def is_embedding(self) -> bool:
         return is_embedding(self.path)
 
-    def take(self, name: str, *want: int | None) -> Tensor | None:
+    def take(self, name: str, *want: int | None, integer: bool = False) -> Tensor | None:
         """The tensor, no longer listed; None if the file lacks it. None in ``want`` allows any size."""
         if name not in self.tensors:
             return None
         found = self.tensors.pop(name)
-        if not found.is_floating_point():
-            raise self.error("bad_shape", name, f"found {found.dtype}, want floating point")
+        if found.is_floating_point() == integer:
+            raise self.error("bad_shape", name, f"found {found.dtype}, want {'integers' if integer else 'floating point'}")
         if len(found.shape) != len(want) or any(w not in (None, f) for f, w in zip(found.shape, want)):
             sizes = ", ".join("any" if w is None else str(w) for w in want)
             raise self.error("bad_shape", name, f"found {tuple(found.shape)}, want ({sizes})")
         return found
 
-    def need(self, name: str, *want: int | None) -> Tensor:
-        tensor = self.take(name, *want)
+    def need(self, name: str, *want: int | None, integer: bool = False) -> Tensor:
+        tensor = self.take(name, *want, integer=integer)
         if tensor is None:
             raise self.error("missing_tensor", name, "not in the file")
         return tensor

@@ -94,6 +94,11 @@ SUPPORT = (
         "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
         "b A B", "sums of inputs → A",
     ),
+    Support(
+        "VBLORA", "VBLORA",
+        "whole or top-k files, `bias`, any linear layer and `lm_head`",
+        "b A B", "vectors of the bank → A, B",
+    ),
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from scute_sgl.methods import (
     lora,
     miss,
     oft,
+    vblora,
     vera,
 )
 
@@ -30,5 +31,6 @@ METHODS = {
     "LORA": lora,  # DoRA too: a LORA with use_dora
     "MISS": miss,
     "OFT": oft,
+    "VBLORA": vblora,
     "VERA": vera,
 }
