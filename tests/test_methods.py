@@ -25,7 +25,7 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
-        "adalora_no_alpha", "beft", "delora_patterns", "miss_remainder", "vblora_topk",
+        "adalora_no_alpha", "beft", "delora_patterns", "miss_remainder", "unilora_seed", "vblora_topk",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
@@ -160,6 +160,15 @@ def test_vera_draws_what_peft_draws_on_this_dtype(written, dtype):
     shared = adapter.modules["model.layers.0.self_attn.q_proj"].shared
     assert torch.equal(shared.A.float(), theirs.vera_A["default"].float()) and shared.A.dtype == dtype
     assert torch.equal(shared.B.float(), theirs.vera_B["default"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unilora_draws_what_peft_draws_on_this_dtype(written, dtype):
+    base_dir, folder = written("llama", "unilora")
+    term = checkpoint.read_adapter(folder, shape_of(base_dir, dtype)).modules["model.layers.1.mlp.down_proj"].terms[0]
+    theirs = load_peft(base_dir, folder, dtype).get_submodule("model.model.layers.1.mlp.down_proj")
+    A, B = theirs._get_lora_matrices("default")
+    assert torch.equal(term.A, A) and torch.equal(term.B, B)
 
 
 def test_dora_magnitude_key_with_and_without_weight(written):

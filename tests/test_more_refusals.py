@@ -10,6 +10,7 @@ from small_files import BASE, EMBED, PATH, key, read, refused
 
 from scute_sgl.checkpoint import load
 from scute_sgl.methods import METHODS, common
+from scute_sgl.slots import BaseShape
 
 
 def ones(**shapes):
@@ -17,7 +18,7 @@ def ones(**shapes):
     return {key(name.replace("__", ".")): torch.ones(shape) for name, shape in shapes.items()}
 
 
-BANK = "base_model.vblora_vector_bank"
+BANK, THETA = "base_model.vblora_vector_bank", "base_model.unilora_theta_d"
 FILES = {  # PATH has 16 inputs and 8 outputs
     "ADALORA": ({"init_r": 3}, ones(lora_A=(3, 16), lora_B=(8, 3), lora_E=(3, 1))),
     "BEFT": ({}, ones(beft_bias=(1, 8))),
@@ -28,13 +29,18 @@ FILES = {  # PATH has 16 inputs and 8 outputs
     "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
     "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
     "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
+    "UNILORA": (
+        {"r": 2, "theta_d_length": 5, "save_indices": True},
+        ones(unilora_scales_A=(2, 16), unilora_scales_B=(8, 2)) | {THETA: torch.ones(5)}
+        | {key("unilora_indices_A"): torch.full((2, 16), 4), key("unilora_indices_B"): torch.full((8, 2), 4)},
+    ),
     "VBLORA": ({"r": 3, "num_vectors": 5, "vector_length": 4},
                ones(vblora_logits_A=(3, 4, 5), vblora_logits_B=(2, 3, 5)) | {BANK: torch.ones(5, 4)}),
 }
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "DELORA": peft.DeloraConfig,
     "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
-    "VBLORA": peft.VBLoRAConfig,
+    "UNILORA": peft.UniLoraConfig, "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
 
 
@@ -76,7 +82,7 @@ def test_every_tensor_is_needed_and_its_shape_checked(method, name):
         read_changed(method, tensors={name: None})
     found = FILES[method][1][name]
     with refused("bad_shape", PATH if PATH in name else name, "found", "want"):
-        read_changed(method, tensors={name: torch.ones(7, *found.shape[1:])})
+        read_changed(method, tensors={name: found.new_ones(7, *found.shape[1:])})
     with refused("bad_shape", str((1, *found.shape))):
         read_changed(method, tensors={name: found[None]})
 
@@ -120,6 +126,9 @@ def test_embeddings_are_refused_by_module(method):
     ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
     ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
     ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),
+    ("UNILORA", {"theta_d_length": 4}, "bad_shape", [THETA, "(5,)", "(4,)"]),
+    ("UNILORA", {"save_indices": False}, "unknown_key", [PATH, "unilora_"]),
+    ("UNILORA", {"r": 3}, "bad_shape", [PATH, "unilora_indices_A", "(2, 16)", "(3, 16)"]),
     ("VBLORA", {"topk": 0}, "bad_config", ["topk: found 0"]),
     ("VBLORA", {"topk": 6}, "bad_config", ["topk: found 6", "5 vectors"]),
     ("VBLORA", {"num_vectors": 4}, "bad_shape", [BANK, "(5, 4)", "(4, 4)"]),
@@ -155,7 +164,8 @@ def test_convolutions_of_loha_and_lokr_are_refused():
 
 def topk_file(**changed):
     """The VB-LoRA file as save_only_topk_weights writes it."""
-    file = {BANK: torch.ones(5, 4), **ones(vblora_logits_A_topk_weights=(3, 4, 1), vblora_logits_B_topk_weights=(2, 3, 1))}
+    file = ones(vblora_logits_A_topk_weights=(3, 4, 1), vblora_logits_B_topk_weights=(2, 3, 1))
+    file[BANK] = torch.ones(5, 4)
     for letter, shape in (("A", (3, 4, 2)), ("B", (2, 3, 2))):
         file[key(f"vblora_logits_{letter}_topk_indices")] = torch.full(shape, 4, dtype=torch.uint8)
     return dict.fromkeys(FILES["VBLORA"][1]) | file | {key(name): t for name, t in changed.items()}
@@ -177,6 +187,36 @@ def test_vblora_indices_must_be_of_the_bank(monkeypatch):
     monkeypatch.setattr(common, "MAX_VALUES", 3 * 4 * 2 * 4 - 1)
     with refused("too_large", PATH, "vblora_logits_A"):
         read_changed("VBLORA", topk, topk_file())
+
+
+@pytest.mark.parametrize("config, code, fragments", [
+    ({"proj_seed": -1}, "bad_config", ["proj_seed", "-1"]),
+    ({"proj_seed": 1 << 80}, "bad_config", ["proj_seed"]),
+    ({"target_modules": None}, "bad_config", ["target_modules", "null"]),
+    ({"target_modules": ["nothing"]}, "bad_config", ["target_modules", "no module"]),
+    ({"target_modules": ["embed_tokens"]}, "unsupported_method", [EMBED]),
+    ({"r": 1 << 15}, "too_large", ["1572864 indices", "1000"]),
+])  # fmt: skip
+def test_unilora_draw_refusals(monkeypatch, config, code, fragments):
+    monkeypatch.setattr(METHODS["UNILORA"], "MAX_DRAW", 1000)
+    unsaved = dict.fromkeys(FILES["UNILORA"][1]) | {THETA: torch.ones(5)}
+    read_changed("UNILORA", {"save_indices": False}, unsaved)
+    with refused(code, *fragments):
+        read_changed("UNILORA", {"save_indices": False} | config, unsaved)
+
+
+def test_unilora_must_know_the_layers_that_it_draws_for():
+    unsaved = dict.fromkeys(FILES["UNILORA"][1]) | {THETA: torch.ones(5)}
+    with refused("bad_config", "save_indices", "want the base"):
+        read_changed("UNILORA", {"save_indices": False}, unsaved, base=None)
+    more = BaseShape(BASE, dtype=torch.float32, vocab_size=32, counted=lambda: BASE | {"model.x.up_proj": (4, 4)})
+    with refused("unknown_key", "model.x.up_proj", "not an adaptable module"):
+        read_changed("UNILORA", {"save_indices": False}, unsaved, more)
+    wrapped = unsaved | {key("base_layer.bias", "language_model." + PATH): torch.ones(8)}
+    with refused("bad_config", "save_indices", "wrapped base"):
+        read_changed("UNILORA", {"save_indices": False}, wrapped)
+    with refused("bad_shape", PATH, "unilora_indices_B", "found 5 to 5", "0 to 4"):
+        read_changed("UNILORA", tensors={key("unilora_indices_B"): torch.full((8, 2), 5)})
 
 
 def test_bone_is_miss(tmp_path):

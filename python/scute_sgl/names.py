@@ -188,6 +188,19 @@ def targets(config: dict, paths: Iterable[str]) -> set[str]:
     return found
 
 
+def counted_targets(config: dict, base: BaseShape) -> dict[str, tuple[int, int]]:
+    """The (in, out) of every module that PEFT adapts for this config, in the order in which PEFT numbers them."""
+    if config.get("target_modules") is None:
+        raise AdapterError("bad_config", "found null, want the targets that decide the draw", key="target_modules")
+    layers = base.counted()
+    wanted = targets(config, layers)
+    if not wanted:
+        raise AdapterError("bad_config", "no module of the base is targeted", key="target_modules")
+    if unknown := sorted(path for path in wanted if base.get(path) != layers[path]):
+        raise AdapterError("unknown_key", "targeted, but not an adaptable module of the base", module=unknown[0])
+    return {path: sizes for path, sizes in layers.items() if path in wanted}
+
+
 def _is_text_or_list(value, kind: type) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, kind) for item in value))
 

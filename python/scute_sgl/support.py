@@ -95,6 +95,11 @@ SUPPORT = (
         "b A B", "sums of inputs → A",
     ),
     Support(
+        "UNILORA", "UNILORA",
+        "saved or redrawn indices, any seed and rank, `bias`, any linear layer and `lm_head`",
+        "b A B", "theta[indices] * scales → A, B",
+    ),
+    Support(
         "VBLORA", "VBLORA",
         "whole or top-k files, `bias`, any linear layer and `lm_head`",
         "b A B", "vectors of the bank → A, B",

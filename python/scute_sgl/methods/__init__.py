@@ -15,6 +15,7 @@ from scute_sgl.methods import (
     lora,
     miss,
     oft,
+    unilora,
     vblora,
     vera,
 )
@@ -31,6 +32,7 @@ METHODS = {
     "LORA": lora,  # DoRA too: a LORA with use_dora
     "MISS": miss,
     "OFT": oft,
+    "UNILORA": unilora,
     "VBLORA": vblora,
     "VERA": vera,
 }

@@ -91,7 +91,7 @@ def dense(delta: Tensor) -> Term:
 
 def refuse_embedding(module: names.Module, method: str) -> None:
     if module.is_embedding:
-        raise module.error("unsupported_method", next(iter(module.tensors)), f"{method} has no embedding layer")
+        raise module.error("unsupported_method", next(iter(module.tensors), ""), f"{method} has no embedding layer")
 
 
 def build(
