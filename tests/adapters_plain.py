@@ -66,6 +66,7 @@ _gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
 _loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
 _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
+_tinylora = _writer(peft.TinyLoraConfig, {"tinylora_v": (0, 0.04)})
 _unilora = _writer(peft.UniLoraConfig, {"unilora_theta_d": (0, 0.6)})
 _vblora = _writer(peft.VBLoRAConfig, {"vblora_vector_bank": (0, 0.2), "vblora_logits": (0, 1)})
 
@@ -88,6 +89,9 @@ PLAIN: dict[str, Writer] = {
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
+    "tinylora": _tinylora(r=3, u=40, weight_tying=0.4, bias="all"),
+    "tinylora_drawn": _tinylora(save_projection=False, projection_seed=7, layers_to_transform=[1]),
+    "tinylora_embed_head": _tinylora(weight_tying=1.0, target_modules=["embed_tokens", "v_proj", "lm_head"]),
     "unilora": _unilora(theta_d_length=200),
     "unilora_seed": _unilora(r=3, proj_seed=7, bias="unilora_only", target_modules=["v_proj", "up_proj", "lm_head"]),
     "unilora_saved": _unilora(save_indices=True, layers_to_transform=[1], target_modules=["q_proj", "down_proj"]),

@@ -95,6 +95,11 @@ SUPPORT = (
         "b A B", "sums of inputs → A",
     ),
     Support(
+        "TINYLORA", "TINYLORA",
+        "saved or redrawn projections, any seed and tying, `bias`, any linear layer, `embed_tokens`, `lm_head`",
+        "b A B", "sum of v P → B",
+    ),
+    Support(
         "UNILORA", "UNILORA",
         "saved or redrawn indices, any seed and rank, `bias`, any linear layer and `lm_head`",
         "b A B", "theta[indices] * scales → A, B",

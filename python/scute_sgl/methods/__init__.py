@@ -15,6 +15,7 @@ from scute_sgl.methods import (
     lora,
     miss,
     oft,
+    tinylora,
     unilora,
     vblora,
     vera,
@@ -32,6 +33,7 @@ METHODS = {
     "LORA": lora,  # DoRA too: a LORA with use_dora
     "MISS": miss,
     "OFT": oft,
+    "TINYLORA": tinylora,
     "UNILORA": unilora,
     "VBLORA": vblora,
     "VERA": vera,
