@@ -6,8 +6,10 @@ drawn by its table: the start of a parameter's own name -> (mean, deviation). No
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import peft
 import torch
@@ -61,14 +63,27 @@ _adalora_draws = {"lora_A": (0, 0.2), "lora_B": (0, 0.2), "lora_E": (0, 1)}
 _adalora = _writer(peft.AdaLoraConfig, _adalora_draws)
 _adalora_pruned = _writer(peft.AdaLoraConfig, _adalora_draws, _prune)
 _beft = _writer(peft.BeftConfig, {"beft_bias": (0, 0.3)})
+_boft = _writer(peft.BOFTConfig, {"boft_R": (0, 0.3), "boft_s": (1, 0.2)})
+_boft_near = _writer(peft.BOFTConfig, {"boft_R": (0, 0.01), "boft_s": (1, 0.002)})
 _delora = _writer(peft.DeloraConfig, {"delora_lambda": (6, 2), "delora_A": (0, 0.3), "delora_B": (0, 0.3)})
 _gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
 _loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
 _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
+_poly = _writer(peft.PolyConfig, {"poly_router": (0, 1), "poly_lora": (0, 0.2)})
 _tinylora = _writer(peft.TinyLoraConfig, {"tinylora_v": (0, 0.04)})
 _unilora = _writer(peft.UniLoraConfig, {"unilora_theta_d": (0, 0.6)})
 _vblora = _writer(peft.VBLoRAConfig, {"vblora_vector_bank": (0, 0.2), "vblora_logits": (0, 1)})
+
+
+def _task(task_id: int, writer: Writer) -> Writer:
+    def write(base_dir: str, out_dir: str) -> None:
+        writer(base_dir, out_dir)
+        path = Path(out_dir) / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"task_id": task_id}))
+
+    return write
+
 
 PLAIN: dict[str, Writer] = {
     "adalora": _adalora_pruned(total_step=10, lora_alpha=16),
@@ -76,6 +91,12 @@ PLAIN: dict[str, Writer] = {
     "adalora_no_alpha": _adalora_pruned(total_step=10, lora_alpha=0, bias="all", target_modules=ATTENTION),
     "beft": _beft(),
     "beft_head": _beft(target_modules=["v_proj", "lm_head"]),
+    "boft": _boft(boft_block_size=8),
+    "boft_near": _boft_near(),
+    "boft_factors": _boft(boft_n_butterfly_factor=4, bias="all", target_modules=[*ATTENTION, "down_proj"]),
+    "boft_block_num": _boft(
+        boft_block_size=0, boft_block_num=4, boft_n_butterfly_factor=2, target_modules=["q_proj", "lm_head"]
+    ),
     "delora": _delora(),
     "delora_patterns": _delora(r=4, rank_pattern={"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, bias="delora_only"),
     "gralora": _gralora(r=8, alpha=8),
@@ -89,6 +110,9 @@ PLAIN: dict[str, Writer] = {
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
+    "poly": _task(2, _poly(r=4, n_tasks=3)),
+    "poly_splits": _task(0, _poly(r=3, n_tasks=2, n_skills=5, n_splits=4, target_modules=["q_proj", "lm_head"])),
+    "poly_one_task": _poly(r=4, n_skills=2, target_modules=["k_proj", "up_proj"]),
     "tinylora": _tinylora(r=3, u=40, weight_tying=0.4, bias="all"),
     "tinylora_drawn": _tinylora(save_projection=False, projection_seed=7, layers_to_transform=[1]),
     "tinylora_embed_head": _tinylora(weight_tying=1.0, target_modules=["embed_tokens", "v_proj", "lm_head"]),

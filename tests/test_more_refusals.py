@@ -22,6 +22,7 @@ BANK, THETA, VECTOR = "base_model.vblora_vector_bank", "base_model.unilora_theta
 FILES = {  # PATH has 16 inputs and 8 outputs
     "ADALORA": ({"init_r": 3}, ones(lora_A=(3, 16), lora_B=(8, 3), lora_E=(3, 1))),
     "BEFT": ({}, ones(beft_bias=(1, 8))),
+    "BOFT": ({}, ones(boft_R=(1, 4, 4, 4), boft_s=(8, 1))),
     "BONE": ({"r": 4}, ones(bone_block=(4, 8))),
     "DELORA": ({"r": 4}, ones(delora_A=(4, 16), delora_B=(8, 4), delora_lambda=(1,), delora_w_norm=(16,))),
     "GRALORA": ({"r": 4, "hybrid_r": 2}, ones(
@@ -29,6 +30,10 @@ FILES = {  # PATH has 16 inputs and 8 outputs
     "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
     "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
     "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
+    "POLY": (
+        {"r": 2, "n_skills": 3, "n_splits": 2},
+        ones(poly_lora_A=(2, 3, 8, 2), poly_lora_B=(2, 3, 2, 4), poly_router__module_logits=(1, 6)),
+    ),
     "TINYLORA": (
         {"u": 3, "target_modules": [PATH]},
         ones(tinylora_A=(2, 16), tinylora_B=(8, 2), tinylora_P=(3, 2, 2)) | {VECTOR: torch.ones(3)},
@@ -42,9 +47,11 @@ FILES = {  # PATH has 16 inputs and 8 outputs
                ones(vblora_logits_A=(3, 4, 5), vblora_logits_B=(2, 3, 5)) | {BANK: torch.ones(5, 4)}),
 }
 MAKERS = {
-    "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "DELORA": peft.DeloraConfig,
+    "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "BOFT": peft.BOFTConfig,
+    "DELORA": peft.DeloraConfig,
     "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
-    "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig, "VBLORA": peft.VBLoRAConfig,
+    "POLY": peft.PolyConfig, "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig,
+    "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
 
 
@@ -110,6 +117,11 @@ def test_embeddings_are_refused_by_module(method):
     ("ADALORA", {"rank_pattern": {"x.lora_E": [True] * 3}}, "bad_config", ["rank_pattern", "'x.lora_E'", "no such"]),
     ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [True, False, True]}}, "bad_shape", [PATH, "lora_A", "(2, 16)"]),
     ("BEFT", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
+    ("BOFT", {"boft_block_size": 0}, "bad_config", ["boft_block_size: found 0", "boft_block_num=0"]),
+    ("BOFT", {"boft_block_num": 4}, "bad_config", ["boft_block_size: found 4", "boft_block_num=4"]),
+    ("BOFT", {"boft_block_size": 8}, "bad_shape", [PATH, "boft_R", "(1, 4, 4, 4)", "8"]),
+    ("BOFT", {"boft_n_butterfly_factor": 0}, "bad_config", ["boft_n_butterfly_factor: found 0"]),
+    ("BOFT", {"boft_n_butterfly_factor": 10**9}, "bad_config", ["boft_n_butterfly_factor"]),
     ("BONE", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
     ("BONE", {"init_weights": "mini"}, "bad_config", ["init_weights", "'mini'"]),
     ("DELORA", {"r": 3}, "bad_shape", [PATH, "delora_A", "(4, 16)", "(3, 16)"]),
@@ -130,6 +142,15 @@ def test_embeddings_are_refused_by_module(method):
     ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
     ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
     ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),
+    ("POLY", {"n_tasks": 4}, "bad_config", ["task_id", "found None", "4 tasks", '"task_id": 0 to 3']),
+    ("POLY", {"n_tasks": 4, "task_id": 4}, "bad_config", ["task_id: found 4", "0 to 3"]),
+    ("POLY", {"n_tasks": 4, "task_id": -1}, "bad_config", ["task_id: found -1"]),
+    ("POLY", {"n_tasks": 4, "task_id": "1"}, "bad_config", ["task_id: found '1'"]),
+    ("POLY", {"n_tasks": 4, "task_id": 3}, "bad_shape", [PATH, "module_logits", "(1, 6)", "(4, 6)"]),
+    ("POLY", {"task_id": 1}, "bad_config", ["task_id: found 1", "1 tasks"]),
+    ("POLY", {"poly_type": "mhr"}, "bad_config", ["poly_type", "'mhr'", "'poly'"]),
+    ("POLY", {"n_splits": 3}, "bad_config", [PATH, "n_splits: found 3", "16 inputs"]),
+    ("POLY", {"n_splits": 16}, "bad_config", [PATH, "n_splits: found 16", "8 outputs"]),
     ("TINYLORA", {"u": 4}, "bad_shape", [PATH, "tinylora_P", "(3, 2, 2)", "(4, 2, 2)"]),
     ("TINYLORA", {"r": 3}, "bad_shape", [PATH, "tinylora_A", "(2, 16)", "(3, 16)"]),
     ("TINYLORA", {"weight_tying": 1.5}, "bad_config", ["weight_tying", "1.5", "0 to 1"]),
@@ -154,6 +175,23 @@ def test_miss_blocks_must_fit_the_layer():
         read_changed("MISS", {"r": 17}, ones(miss_block=(17, 8)))
     with refused("bad_config", PATH, "mini_r: found 3", "8 outputs"):
         read_changed("MISS", {"init_weights": "mini", "mini_r": 3}, ones(miss_block=(4, 3)))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (1, 4, 4, 5), (2, 4, 4, 4), (0, 4, 4, 4), (1, 0, 4, 4)])
+def test_boft_shapes(shape):
+    with refused("bad_shape", PATH, "boft_R", str(shape)):
+        read_changed("BOFT", tensors=ones(boft_R=shape))
+
+
+def test_boft_stages(monkeypatch):
+    two = {"boft_block_size": 0, "boft_block_num": 2, "boft_n_butterfly_factor": 2}
+    assert read_changed("BOFT", two, ones(boft_R=(2, 2, 8, 8))).modules[PATH].rotation.shape == (1, 16, 16)
+    assert read_changed("BOFT", two, ones(boft_R=(1, 2, 8, 8))).modules[PATH].rotation.shape == (2, 8, 8)
+    with refused("bad_shape", PATH, "(3, 2, 8, 8)"):  # blocks of 32
+        read_changed("BOFT", two | {"boft_n_butterfly_factor": 3}, ones(boft_R=(3, 2, 8, 8)))
+    monkeypatch.setattr(METHODS["BOFT"], "MAX_BLOCK", 15)
+    with refused("too_large", PATH, "2 stages make blocks of 16", "at most 15"):
+        read_changed("BOFT", two, ones(boft_R=(2, 2, 8, 8)))
 
 
 def test_lokr_products_must_fit_the_layer(monkeypatch):

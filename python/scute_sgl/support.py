@@ -70,6 +70,11 @@ SUPPORT = (
         "b", "",
     ),
     Support(
+        "BOFT", "BOFT",
+        "any block size and number of butterfly factors, `bias`, any linear layer and `lm_head`",
+        "R s b", "Cayley transform and product of the factors → R; s - 1 → s; base bias → b",
+    ),
+    Support(
         "DELORA", "DELORA",
         "rank patterns, `bias`, any linear layer and `lm_head`",
         "b A B", "weight norms → A; lambda / (r ‖A‖ ‖B‖) → B",
@@ -93,6 +98,11 @@ SUPPORT = (
         "MISS", "MISS BONE",
         "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
         "b A B", "sums of inputs → A",
+    ),
+    Support(
+        "POLY", "POLY",
+        "one task for each tenant: `task_id` in its `adapter_config.json`; any linear layer and `lm_head`",
+        "A B", "mixture of the task's skills → A, B; 1 / r → B",
     ),
     Support(
         "TINYLORA", "TINYLORA",

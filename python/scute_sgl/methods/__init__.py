@@ -7,6 +7,7 @@ method, write its file (formula in slots.py's notation first), add a line here a
 from scute_sgl.methods import (
     adalora,
     beft,
+    boft,
     delora,
     gralora,
     ia3,
@@ -15,6 +16,7 @@ from scute_sgl.methods import (
     lora,
     miss,
     oft,
+    poly,
     tinylora,
     unilora,
     vblora,
@@ -24,6 +26,7 @@ from scute_sgl.methods import (
 METHODS = {
     "ADALORA": adalora,
     "BEFT": beft,
+    "BOFT": boft,
     "BONE": miss,  # what older releases of PEFT called MISS
     "DELORA": delora,
     "GRALORA": gralora,
@@ -33,6 +36,7 @@ METHODS = {
     "LORA": lora,  # DoRA too: a LORA with use_dora
     "MISS": miss,
     "OFT": oft,
+    "POLY": poly,
     "TINYLORA": tinylora,
     "UNILORA": unilora,
     "VBLORA": vblora,

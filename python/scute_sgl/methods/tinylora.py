@@ -2,8 +2,8 @@
 
     F(x) = x W + b + (x A^T) B^T,   A = tinylora_A,   B = tinylora_B R,   R = sum_i v[i] P[i]
 
-An embedding multiplies from the other side: its A is tinylora_B^T and its B is tinylora_A^T R^T. The file holds A and B,
-v for each group of modules, and P (u, r, r) with save_projection; without, P is drawn from N(0, 1 / r), with
+An embedding multiplies from the other side: its A is tinylora_B^T and its B is tinylora_A^T R^T. The file holds A and
+B, v for each group of modules, and P (u, r, r) with save_projection; without, P is drawn from N(0, 1 / r), with
 projection_seed plus the module's number, and rounded to the base's dtype. Groups take equally many modules in order;
 weight_tying 0 makes one of each module, 1 one of all.
 
