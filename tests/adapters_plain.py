@@ -70,6 +70,7 @@ _gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
 _loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
 _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
+_lora = _writer(peft.LoraConfig, {"lora_A": (0, 0.1), "lora_B": (0, 0.1), "lora_monteclora": (1, 0.1)})
 _poly = _writer(peft.PolyConfig, {"poly_router": (0, 1), "poly_lora": (0, 0.2)})
 _tinylora = _writer(peft.TinyLoraConfig, {"tinylora_v": (0, 0.04)})
 _unilora = _writer(peft.UniLoraConfig, {"unilora_theta_d": (0, 0.6)})
@@ -107,6 +108,16 @@ PLAIN: dict[str, Writer] = {
     "lokr": _lokr(r=2, alpha=2),
     "lokr_both": _lokr(r=2, alpha=1, decompose_both=True, decompose_factor=8, target_modules=[*ALL, "lm_head"]),
     "lokr_whole": _lokr(alpha=2, rank_pattern={"v_proj": 2}, alpha_pattern={"down_proj": 5}, init_weights="lycoris"),
+    "lora_bd": _lora(
+        use_bdlora=peft.BdLoraConfig(["o_proj", "down_proj"], ["self_attn.q", "0.mlp.up", "v_"], 4, match_strict=False),
+        lora_alpha=12,
+    ),
+    "lora_bd_strict": _lora(
+        use_bdlora=peft.BdLoraConfig(target_modules_bd_b=["q_proj", "lm_head"], nblocks=2),
+        rank_pattern={"q_proj": 16}, bias="lora_only", target_modules=["q_proj", "lm_head"],
+    ),
+    "lora_monteclora": _lora(monteclora_config=peft.MontecloraConfig(buffer_size=1), use_rslora=True),
+    "lora_velora": _lora(velora_config=peft.VeloraConfig(8), lora_bias=True, target_modules=["q_proj", "up_proj"]),
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),

@@ -25,8 +25,8 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
-        "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora", "unilora_seed",
-        "vblora_topk",
+        "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
+        "unilora_seed", "vblora_topk", "lora_bd",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip

@@ -1,51 +1,16 @@
-"""Refusals of the methods of adapters_plain.py: each has its code, and its text names the key, what was found and what
-is allowed. ``FILES`` holds the smallest adapter of each method on the base of small_files.py; a case changes it.
+"""Refusals of the methods of adapters_plain.py: fields, tensors and shapes.
+
+Each has its code, and its text names the key, what was found and what is allowed.
 """
 
 import peft
 import pytest
 import torch
-from make_adapters import make_base, write_adapter
-from small_files import BASE, EMBED, PATH, key, read, refused
+from plain_files import BANK, FILES, THETA, VECTOR, read_changed
+from small_files import EMBED, PATH, key, refused
 
-from scute_sgl.checkpoint import load
 from scute_sgl.methods import METHODS, common
-from scute_sgl.slots import BaseShape
 
-
-def ones(**shapes):
-    """Tensors of one module by name, all ones; "__" stands for a dot."""
-    return {key(name.replace("__", ".")): torch.ones(shape) for name, shape in shapes.items()}
-
-
-BANK, THETA, VECTOR = "base_model.vblora_vector_bank", "base_model.unilora_theta_d", "base_model.tinylora_v.0"
-FILES = {  # PATH has 16 inputs and 8 outputs
-    "ADALORA": ({"init_r": 3}, ones(lora_A=(3, 16), lora_B=(8, 3), lora_E=(3, 1))),
-    "BEFT": ({}, ones(beft_bias=(1, 8))),
-    "BOFT": ({}, ones(boft_R=(1, 4, 4, 4), boft_s=(8, 1))),
-    "BONE": ({"r": 4}, ones(bone_block=(4, 8))),
-    "DELORA": ({"r": 4}, ones(delora_A=(4, 16), delora_B=(8, 4), delora_lambda=(1,), delora_w_norm=(16,))),
-    "GRALORA": ({"r": 4, "hybrid_r": 2}, ones(
-        gralora_A=(2, 8, 4), gralora_B=(2, 4, 4), gralora_A_general__weight=(2, 16), gralora_B_general__weight=(8, 2))),
-    "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
-    "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
-    "MISS": ({"r": 4}, ones(miss_block=(4, 8))),
-    "POLY": (
-        {"r": 2, "n_skills": 3, "n_splits": 2},
-        ones(poly_lora_A=(2, 3, 8, 2), poly_lora_B=(2, 3, 2, 4), poly_router__module_logits=(1, 6)),
-    ),
-    "TINYLORA": (
-        {"u": 3, "target_modules": [PATH]},
-        ones(tinylora_A=(2, 16), tinylora_B=(8, 2), tinylora_P=(3, 2, 2)) | {VECTOR: torch.ones(3)},
-    ),
-    "UNILORA": (
-        {"r": 2, "theta_d_length": 5, "save_indices": True},
-        ones(unilora_scales_A=(2, 16), unilora_scales_B=(8, 2)) | {THETA: torch.ones(5)}
-        | {key("unilora_indices_A"): torch.full((2, 16), 4), key("unilora_indices_B"): torch.full((8, 2), 4)},
-    ),
-    "VBLORA": ({"r": 3, "num_vectors": 5, "vector_length": 4},
-               ones(vblora_logits_A=(3, 4, 5), vblora_logits_B=(2, 3, 5)) | {BANK: torch.ones(5, 4)}),
-}
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "BOFT": peft.BOFTConfig,
     "DELORA": peft.DeloraConfig,
@@ -53,12 +18,6 @@ MAKERS = {
     "POLY": peft.PolyConfig, "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig,
     "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
-
-
-def read_changed(method, config=None, tensors=None, base=BASE):
-    fields, file = FILES[method]
-    fields = {"peft_type": method, "target_modules": ["up_proj"]} | fields | (config or {})
-    return read(fields, {k: t for k, t in (file | (tensors or {})).items() if t is not None}, base)
 
 
 @pytest.mark.parametrize("method", FILES)
@@ -168,138 +127,3 @@ def test_embeddings_are_refused_by_module(method):
 def test_config_refusals(method, config, code, fragments):
     with refused(code, *fragments):
         read_changed(method, config)
-
-
-def test_miss_blocks_must_fit_the_layer():
-    with refused("bad_config", PATH, "r: found 17", "16 inputs"):
-        read_changed("MISS", {"r": 17}, ones(miss_block=(17, 8)))
-    with refused("bad_config", PATH, "mini_r: found 3", "8 outputs"):
-        read_changed("MISS", {"init_weights": "mini", "mini_r": 3}, ones(miss_block=(4, 3)))
-
-
-@pytest.mark.parametrize("shape", [(1, 3, 4, 4), (1, 4, 4, 5), (2, 4, 4, 4), (0, 4, 4, 4), (1, 0, 4, 4)])
-def test_boft_shapes(shape):
-    with refused("bad_shape", PATH, "boft_R", str(shape)):
-        read_changed("BOFT", tensors=ones(boft_R=shape))
-
-
-def test_boft_stages(monkeypatch):
-    two = {"boft_block_size": 0, "boft_block_num": 2, "boft_n_butterfly_factor": 2}
-    assert read_changed("BOFT", two, ones(boft_R=(2, 2, 8, 8))).modules[PATH].rotation.shape == (1, 16, 16)
-    assert read_changed("BOFT", two, ones(boft_R=(1, 2, 8, 8))).modules[PATH].rotation.shape == (2, 8, 8)
-    with refused("bad_shape", PATH, "(3, 2, 8, 8)"):  # blocks of 32
-        read_changed("BOFT", two | {"boft_n_butterfly_factor": 3}, ones(boft_R=(3, 2, 8, 8)))
-    monkeypatch.setattr(METHODS["BOFT"], "MAX_BLOCK", 15)
-    with refused("too_large", PATH, "2 stages make blocks of 16", "at most 15"):
-        read_changed("BOFT", two, ones(boft_R=(2, 2, 8, 8)))
-
-
-def test_lokr_products_must_fit_the_layer(monkeypatch):
-    with refused("bad_shape", PATH, "lokr_w1", "12 inputs and 8 outputs", "16 and 8"):
-        read_changed("LOKR", tensors=ones(lokr_w2_b=(1, 3)))
-    with refused("unknown_key", PATH, "lokr_w1_a"):
-        read_changed("LOKR", tensors=ones(lokr_w1_a=(2, 1)))
-    monkeypatch.setattr(common, "MAX_RANK", 1)
-    with refused("too_large", PATH, "rank 2", "at most 1"):
-        read_changed("LOKR")
-
-
-def test_convolutions_of_loha_and_lokr_are_refused():
-    for method, name in (("LOHA", "hada_t1"), ("LOKR", "lokr_t2")):
-        with refused("unknown_key", name):
-            read_changed(method, tensors=ones(**{name: (2, 2, 3, 3)}))
-
-
-def topk_file(**changed):
-    """The VB-LoRA file as save_only_topk_weights writes it."""
-    file = ones(vblora_logits_A_topk_weights=(3, 4, 1), vblora_logits_B_topk_weights=(2, 3, 1))
-    file[BANK] = torch.ones(5, 4)
-    for letter, shape in (("A", (3, 4, 2)), ("B", (2, 3, 2))):
-        file[key(f"vblora_logits_{letter}_topk_indices")] = torch.full(shape, 4, dtype=torch.uint8)
-    return dict.fromkeys(FILES["VBLORA"][1]) | file | {key(name): t for name, t in changed.items()}
-
-
-def test_vblora_indices_must_be_of_the_bank(monkeypatch):
-    topk, indices = {"save_only_topk_weights": True}, "vblora_logits_B_topk_indices"
-    read_changed("VBLORA", topk, topk_file())
-    with refused("bad_shape", PATH, indices, "found 5 to 5", "0 to 4"):
-        read_changed("VBLORA", topk, topk_file(**{indices: torch.full((2, 3, 2), 5)}))
-    with refused("bad_shape", PATH, indices, "found -1 to -1"):
-        read_changed("VBLORA", topk, topk_file(**{indices: torch.full((2, 3, 2), -1)}))
-    with refused("bad_shape", PATH, indices, "float32", "integers"):
-        read_changed("VBLORA", topk, topk_file(**{indices: torch.ones(2, 3, 2)}))
-    with refused("unknown_key", PATH, "vblora_logits_A"):
-        read_changed("VBLORA", topk, FILES["VBLORA"][1] | topk_file(vblora_logits_A=torch.ones(3, 4, 5)))
-    with refused("bad_config", PATH, "vector_length: found 3", "16 inputs"):
-        read_changed("VBLORA", {"vector_length": 3}, {BANK: torch.ones(5, 3)})
-    monkeypatch.setattr(common, "MAX_VALUES", 3 * 4 * 2 * 4 - 1)
-    with refused("too_large", PATH, "vblora_logits_A"):
-        read_changed("VBLORA", topk, topk_file())
-
-
-@pytest.mark.parametrize("config, code, fragments", [
-    ({"proj_seed": -1}, "bad_config", ["proj_seed", "-1"]),
-    ({"proj_seed": 1 << 80}, "bad_config", ["proj_seed"]),
-    ({"target_modules": None}, "bad_config", ["target_modules", "null"]),
-    ({"target_modules": ["nothing"]}, "bad_config", ["target_modules", "no module"]),
-    ({"target_modules": ["embed_tokens"]}, "unsupported_method", [EMBED]),
-    ({"r": 1 << 15}, "too_large", ["1572864 indices", "1000"]),
-])  # fmt: skip
-def test_unilora_draw_refusals(monkeypatch, config, code, fragments):
-    monkeypatch.setattr(METHODS["UNILORA"], "MAX_DRAW", 1000)
-    unsaved = dict.fromkeys(FILES["UNILORA"][1]) | {THETA: torch.ones(5)}
-    read_changed("UNILORA", {"save_indices": False}, unsaved)
-    with refused(code, *fragments):
-        read_changed("UNILORA", {"save_indices": False} | config, unsaved)
-
-
-def test_unilora_must_know_the_layers_that_it_draws_for():
-    unsaved = dict.fromkeys(FILES["UNILORA"][1]) | {THETA: torch.ones(5)}
-    with refused("bad_config", "save_indices", "want the base"):
-        read_changed("UNILORA", {"save_indices": False}, unsaved, base=None)
-    more = BaseShape(BASE, dtype=torch.float32, vocab_size=32, counted=lambda: BASE | {"model.x.up_proj": (4, 4)})
-    with refused("unknown_key", "model.x.up_proj", "not an adaptable module"):
-        read_changed("UNILORA", {"save_indices": False}, unsaved, more)
-    wrapped = unsaved | {key("base_layer.bias", "language_model." + PATH): torch.ones(8)}
-    with refused("bad_config", "save_indices", "wrapped base"):
-        read_changed("UNILORA", {"save_indices": False}, wrapped)
-    with refused("bad_shape", PATH, "unilora_indices_B", "found 5 to 5", "0 to 4"):
-        read_changed("UNILORA", tensors={key("unilora_indices_B"): torch.full((8, 2), 5)})
-
-
-def test_tinylora_vectors_must_be_those_of_the_groups(monkeypatch):
-    with refused("unknown_key", "base_model.tinylora_v.1", "1 groups"):
-        read_changed("TINYLORA", tensors={"base_model.tinylora_v.1": torch.ones(3)})
-    other = {k.replace("layers.0", "layers.1"): t for k, t in FILES["TINYLORA"][1].items()}
-    both = {"target_modules": ["up_proj"]}
-    read_changed("TINYLORA", both | {"weight_tying": 1.0}, other)
-    with refused("missing_tensor", "base_model.tinylora_v.1"):
-        read_changed("TINYLORA", both, other)
-    with refused("bad_config", "layers.1.mlp.up_proj", "target_modules"):
-        read_changed("TINYLORA", tensors=other)
-    undrawn = {key("tinylora_P"): None}
-    with refused("bad_config", "projection_seed", "-1"):
-        read_changed("TINYLORA", {"save_projection": False, "projection_seed": -1}, undrawn)
-    monkeypatch.setattr(METHODS["TINYLORA"], "MAX_DRAW", 3 * 2 * 2 - 1)
-    with refused("too_large", "u: 3 projections of rank 2", "11 values"):
-        read_changed("TINYLORA", {"save_projection": False}, undrawn)
-
-
-def test_bone_is_miss(tmp_path):
-    """Files of PEFT before 0.19 differ from MiSS in two names only."""
-    base, folder = make_base("llama", tmp_path), tmp_path / "miss"
-    config, tensors = load(write_adapter(base, folder, "miss_remainder"))
-    renamed = {k.replace("miss_block", "bone_block"): t for k, t in tensors.items()}
-    bone = METHODS["BONE"].read(config | {"peft_type": "BONE"}, renamed, None).modules
-    for path, slots in METHODS["MISS"].read(config, tensors, None).modules.items():
-        assert torch.equal(bone[path].terms[0].B, slots.terms[0].B)
-    with refused("unknown_key", "miss_block", "bone_block"):
-        METHODS["BONE"].read(config | {"peft_type": "BONE"}, tensors, None)
-
-
-def test_expanded_matrices_are_bounded(monkeypatch):
-    monkeypatch.setattr(common, "MAX_VALUES", 4 * (16 + 8) - 1)
-    with refused("too_large", PATH, "95 values"):
-        read_changed("MISS")
-
-

@@ -36,7 +36,8 @@ class Support:
 SUPPORT = (
     Support(
         "LORA", "LORA",
-        "rsLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`",
+        "rsLoRA, BD-LoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
+        "`embed_tokens`, `lm_head`",
         "b A B", "alpha / r → B; trained biases → b",
     ),
     Support(

@@ -25,6 +25,9 @@ NEUTRAL = lora.NEUTRAL | frozenset(
 OFF = lora.OFF | {
     "use_dora": "PEFT defines no AdaLoRA with DoRA",
     "lora_bias": "PEFT defines no AdaLoRA with biases of its own",
+    "use_bdlora": "PEFT defines no AdaLoRA with BD-LoRA",
+    "velora_config": "PEFT defines no AdaLoRA with VeLoRA",
+    "monteclora_config": "PEFT defines no AdaLoRA with MonteCLoRA",
     "ensure_weight_tying": "AdaLoRA has no embedding layer to tie",
 }
 PARAMETERS = ("lora_A", "lora_B", "lora_E")
