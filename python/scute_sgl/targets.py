@@ -102,7 +102,9 @@ def huggingface_layers(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+            )
     except Exception as error:
         hint = f"PEFT numbers layers in the order of Hugging Face's model, which cannot be made here: {error}"
         raise AdapterError("bad_config", hint) from error

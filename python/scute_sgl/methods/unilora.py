@@ -49,7 +49,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     def saved(module: Module, letter: str, *want: int | None) -> Tensor:
         name = f"unilora_indices_{letter}"
         indices = module.need(name, *want, integer=True).long()
-        if not 0 <= indices.min() <= indices.max() < length:
+        if indices.numel() and not 0 <= indices.min() <= indices.max() < length:
             hint = f"found {indices.min()} to {indices.max()}, want 0 to {length - 1}"
             raise module.error("bad_shape", name, hint)
         return theta[indices] * module.need(f"unilora_scales_{letter}", *indices.shape)
