@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers
 from adapters_folded import FOLDED
-from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from adapters_plain import PLAIN
+from peft import IA3Config, LilyConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 from peft_answers import load_base
 from safetensors.torch import load_file, save_file
 
@@ -176,13 +177,13 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "oft_head": _oft(target_modules=["q_proj", "lm_head"]),
     "oft_bias_only": _oft(bias="oft_only", target_modules=["q_proj", "k_proj"]),
 }  # fmt: skip
-ADAPTERS |= FOLDED
+ADAPTERS |= PLAIN | FOLDED
 # One term of the series is the identity: on a base without biases such an adapter does nothing. Nor does glora_none.
 WITHOUT_EFFECT = {"oft_one_term", "glora_none"}
 
 # What PEFT writes and scute refuses.
 REFUSED: dict[str, Callable[[str, str], None]] = {
-    "loha": lambda base, out: _write(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
+    "lily": lambda base, out: _write(LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
     "lora_saves_head": _lora(modules_to_save=["lm_head"]),
     "lora_saves_norm": _lora(modules_to_save=["input_layernorm"]),
 }

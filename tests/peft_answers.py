@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -14,12 +15,24 @@ from unittest import mock
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import peft.tuners.boft.layer as boft_layer
 import torch
 import transformers
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch import Tensor
 
 transformers.utils.logging.disable_progress_bar()
+
+
+class BlockDiagonal:
+    """What BOFT's CUDA extension computes, which PEFT would try to build: (n, k, b, b) -> (n, k b, k b)."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> tuple[Tensor]:
+        return (torch.stack([torch.block_diag(*stage) for stage in blocks]),)
+
+
+boft_layer.get_fbd_cuda = lambda: BlockDiagonal
 
 
 def load_base(base_dir: str, dtype: torch.dtype = torch.float32):
@@ -36,7 +49,11 @@ def load_peft(base_dir: str, adapter_dir: str | None, dtype: torch.dtype = torch
     if adapter_dir is None:
         return model.eval()
     with mock.patch("torch.linalg.svd", _svd):
-        return PeftModel.from_pretrained(model, adapter_dir).eval()
+        model = PeftModel.from_pretrained(model, adapter_dir).eval()
+    if model.peft_config["default"].peft_type == PeftType.POLY:  # PEFT wants the task in every call
+        config = json.loads((Path(adapter_dir) / "adapter_config.json").read_text())
+        model.base_model._register_pre_hooks(torch.tensor([config.get("task_id", 0)]))
+    return model
 
 
 def _svd(matrix: Tensor, full_matrices: bool = True, svd=torch.linalg.svd) -> tuple[Tensor, ...]:

@@ -246,7 +246,7 @@ def test_not_finite(folder, value, dtype):
 # --------------------------------------------------------------------------------------------- config and tokenizer
 
 
-@pytest.mark.parametrize("peft_type", ["BEFT", "BOFT", "ADALORA", "XLORA", "lora", None, 3, ["LORA"], "x" * 10_000])
+@pytest.mark.parametrize("peft_type", ["LILY", "XLORA", "lora", None, 3, ["LORA"], "x" * 10_000])
 def test_method_that_is_not_served(folder, peft_type):
     """R5: names it and lists what is."""
     (folder / CONFIG).write_text(json.dumps(lora_config(peft_type=peft_type)))

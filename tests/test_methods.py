@@ -10,7 +10,7 @@ import make_adapters
 import pytest
 import torch
 import transformers
-from adapters_folded import IN_FLOAT32
+from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_answers import load_peft
@@ -28,9 +28,13 @@ ON_OTHER_BASES = {
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
         "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none",
         "pissa_dora", "kasa", "deft_qr",
+        "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
+        "unilora_seed", "vblora_topk", "lora_bd",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
+# What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
+IN_FLOAT32 = {"oft_coft": 1e-7, "vblora_topk": 1e-6}
 CASES = [("llama", name) for name in ADAPTERS] + [(b, name) for b, names in ON_OTHER_BASES.items() for name in names]
 
 
@@ -111,7 +115,7 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
             want = theirs(ids)
         else:
             x = torch.randn(16, W.shape[1], generator=generator).double()
-            want = theirs(x.to(dtype))
+            want = theirs(x[None].to(dtype))[0]  # as a batch, which some methods need
         got = normal_form(slots, x, W, b0)
         error = ((got - want.double()).abs().max() / want.abs().max()).item()
         assert error <= tolerance, (path, error)
@@ -132,10 +136,9 @@ def test_equals_peft(written, base_name, name):
         return  # PEFT's layer casts to the dtype that it was made in
     # The same numbers as a float64 file, so that the reader's own float32 roundings do not hide an error.
     config, tensors = checkpoint.load(folder)
-    adapter = METHODS[config["peft_type"]].read(config, {key: t.double() for key, t in tensors.items()}, base)
-    # PEFT rounds coft's eps / sqrt(n) to float32 whatever it computes in.
-    tolerances = IN_FLOAT32 | {"oft_coft": 1e-7}
-    tolerance = next((t for start, t in tolerances.items() if name.startswith(start)), 1e-12)
+    tensors = {key: t.double() if t.is_floating_point() else t for key, t in tensors.items()}
+    adapter = METHODS[config["peft_type"]].read(config, tensors, base)
+    tolerance = next((t for start, t in (IN_FLOAT32 | FOLDED_IN_FLOAT32).items() if name.startswith(start)), 1e-12)
     compare(adapter, base_dir, folder, torch.float64, tolerance)
 
 
@@ -171,6 +174,15 @@ def test_vera_draws_what_peft_draws_on_this_dtype(written, dtype):
     shared = adapter.modules["model.layers.0.self_attn.q_proj"].shared
     assert torch.equal(shared.A.float(), theirs.vera_A["default"].float()) and shared.A.dtype == dtype
     assert torch.equal(shared.B.float(), theirs.vera_B["default"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unilora_draws_what_peft_draws_on_this_dtype(written, dtype):
+    base_dir, folder = written("llama", "unilora")
+    term = checkpoint.read_adapter(folder, shape_of(base_dir, dtype)).modules["model.layers.1.mlp.down_proj"].terms[0]
+    theirs = load_peft(base_dir, folder, dtype).get_submodule("model.model.layers.1.mlp.down_proj")
+    A, B = theirs._get_lora_matrices("default")
+    assert torch.equal(term.A, A) and torch.equal(term.B, B)
 
 
 def test_dora_magnitude_key_with_and_without_weight(written):

@@ -132,9 +132,20 @@ class BaseShape(dict[str, tuple[int, int]]):
 
     All that a reader may know of the base model; config.json is enough to build one. ``dtype`` is the base's
     torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary. ``unlisted`` names
-    a layer with a weight matrix that is not adaptable and so not listed; "" if there is none.
+    a layer with a weight matrix that is not adaptable and so not listed; "" if there is none. ``counted`` gives every
+    linear layer and embedding of Hugging Face's own model with its sizes, in that model's order, by which PEFT numbers
+    modules; without it the shapes are taken to be those.
     """
 
-    def __init__(self, shapes, *, dtype, vocab_size: int, unlisted: str = ""):
+    def __init__(
+        self,
+        shapes,
+        *,
+        dtype,
+        vocab_size: int,
+        unlisted: str = "",
+        counted: Callable[[], dict[str, tuple[int, int]]] | None = None,
+    ):
         super().__init__(shapes)
         self.dtype, self.vocab_size, self.unlisted = dtype, vocab_size, unlisted
+        self.counted = counted or (lambda: self)

@@ -26,7 +26,7 @@ class Support:
     """``live`` are the slots that cost something in every step, for some adapter of the method."""
 
     label: str  # Adapter.method
-    peft_type: str
+    peft_type: str  # several names of one method are separated by spaces
     served: str
     live: str
     folded: str
@@ -36,7 +36,8 @@ class Support:
 SUPPORT = (
     Support(
         "LORA", "LORA",
-        "rsLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`",
+        "rsLoRA, BD-LoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
+        "`embed_tokens`, `lm_head`",
         "b A B", "alpha / r → B; trained biases → b",
     ),
     Support(
@@ -120,20 +121,83 @@ SUPPORT = (
         "any `effective_rank`; as large as W itself; tensor parallelism only where a layer is whole",
         "A B", "S → B; minus the low part of W → a second term", reads_weight=True,
     ),
+    Support(
+        "ADALORA", "ADALORA",
+        "pruned or not, `bias`, any linear layer and `lm_head`",
+        "b A B", "E → A; alpha / (init_r + 1e-5) → B",
+    ),
+    Support(
+        "BEFT", "BEFT",
+        "any linear layer and `lm_head`, with a bias or without",
+        "b", "",
+    ),
+    Support(
+        "BOFT", "BOFT",
+        "any block size and number of butterfly factors, `bias`, any linear layer and `lm_head`",
+        "R s b", "Cayley transform and product of the factors → R; s - 1 → s; base bias → b",
+    ),
+    Support(
+        "DELORA", "DELORA",
+        "rank patterns, `bias`, any linear layer and `lm_head`",
+        "b A B", "weight norms → A; lambda / (r ‖A‖ ‖B‖) → B",
+    ),
+    Support(
+        "GRALORA", "GRALORA",
+        "any k, hybrid ranks, `bias`, any linear layer and `lm_head`",
+        "b A B", "blocks and zeros → A, B of rank k r; alpha / (r + hybrid_r) → B",
+    ),
+    Support(
+        "LOHA", "LOHA",
+        "rank and alpha patterns, any linear layer and `lm_head`",
+        "A B", "rank r² → A, B; alpha / r → B",
+    ),
+    Support(
+        "LOKR", "LOKR",
+        "all splits, rank and alpha patterns, any linear layer and `lm_head`",
+        "A B", "up to the layer's whole rank → A, B; alpha / r → B",
+    ),
+    Support(
+        "MISS", "MISS BONE",
+        "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
+        "b A B", "sums of inputs → A",
+    ),
+    Support(
+        "POLY", "POLY",
+        "one task for each tenant: `task_id` in its `adapter_config.json`; any linear layer and `lm_head`",
+        "A B", "mixture of the task's skills → A, B; 1 / r → B",
+    ),
+    Support(
+        "TINYLORA", "TINYLORA",
+        "saved or redrawn projections, any seed and tying, `bias`, any linear layer, `embed_tokens`, `lm_head`",
+        "b A B", "sum of v P → B",
+    ),
+    Support(
+        "UNILORA", "UNILORA",
+        "saved or redrawn indices, any seed and rank, `bias`, any linear layer and `lm_head`",
+        "b A B", "theta[indices] * scales → A, B",
+    ),
+    Support(
+        "VBLORA", "VBLORA",
+        "whole or top-k files, `bias`, any linear layer and `lm_head`",
+        "b A B", "vectors of the bank → A, B",
+    ),
 )  # fmt: skip
 
 
 def methods() -> str:
     """The support table. ValueError if it and METHODS do not name the same methods."""
-    if {row.peft_type for row in SUPPORT} != METHODS.keys():
-        raise ValueError(f"SUPPORT is of {[row.peft_type for row in SUPPORT]}, METHODS of {[*METHODS]}")
+    supported = {name for row in SUPPORT for name in row.peft_type.split()}
+    if supported != METHODS.keys():
+        raise ValueError(f"SUPPORT is of {sorted(supported)}, METHODS of {[*METHODS]}")
     lines = [
         "| method | `peft_type` | what of it is served | live slots | folded when it loads | PEFT checked | verdict |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in SUPPORT:
         verdict = "exact, reads W once" if row.reads_weight else "exact"
-        cells = (row.label, f"`{row.peft_type}`", row.served, row.live, row.folded, checked(row.peft_type), verdict)
+        names = row.peft_type.split()
+        types = " ".join(f"`{name}`" for name in names)
+        cells = (row.label, types, row.served, row.live, row.folded, checked(names[0]), verdict)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "| any other | | | | | | refused by name, with the reason |"])
 
@@ -178,8 +242,10 @@ def refused_methods() -> str:
 
 
 def refused_fields() -> str:
-    """Config fields that a reader knows and does not serve, with its advice."""
-    found = {name: advice for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items()}
+    """Config fields that a reader knows and no method serves, with its advice."""
+    served = {name for module in METHODS.values() for name in module.FIELDS}
+    refused = ((name, advice) for module in METHODS.values() for name, advice in getattr(module, "OFF", {}).items())
+    found = {name: advice for name, advice in refused if name not in served}
     return "\n".join(["| config field | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in found.items())])
 
 

@@ -14,6 +14,7 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.slots import Adapter, Slots, Term
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
+MAX_VALUES = 1 << 32  # of all A and B of an adapter: some methods expand a small file to far more than it holds
 
 # Fields of any PEFT config that cannot change what a served adapter computes.
 NEUTRAL = frozenset(
@@ -101,7 +102,7 @@ def build(
     if not adapted:
         raise AdapterError("missing_tensor", f"the file holds no tensor of {method} for any module")
     wanted = names.targets(config, adapted)
-    slots = {}
+    slots, values = {}, 0
     for module in modules:
         if module.adapted and module.file_path not in wanted and not _is_tied(config, module):
             # PEFT would build no adapter there and drop these tensors.
@@ -112,6 +113,9 @@ def build(
         if module.tensors:
             name = next(iter(module.tensors))
             raise module.error("unknown_key", name, f"this {method} config has no use for it")
+        values += sum(term.A.numel() + term.B.numel() for term in entry.terms)
+        if values > MAX_VALUES:
+            raise module.error("too_large", "", f"the adapter's low-rank matrices have over {MAX_VALUES} values")
         slots[module.path] = entry
     return Adapter(method, slots)
 
