@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from scute_sgl.slots import Folded, SharedTerm, Slots, Target, Term
+from scute_sgl.slots import Folded, FromWeight, SharedTerm, Slots, Target, Term
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 64, 8, 2, 8, 128, 96
 ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -73,7 +74,8 @@ def _part(size: int, rank: int, tp: int) -> tuple[int, int]:
 def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> Slots:
     """Slots of the whole module with these parts. ``near``: as near the identity as trained vectors are (0.2%).
 
-    Names are Slots' fields, with "rotation" or "one_block" for the kinds of blocks, "terms" or "two_terms".
+    Names are Slots' fields, with "rotation" or "one_block" for the kinds of blocks, "terms" or "two_terms", and
+    "right", "left" or "whole" for what it takes from the weight.
     """
     random = torch.Generator().manual_seed(seed + 7919 * t.module)
     spread = 2e-3 if near else 0.5
@@ -93,6 +95,8 @@ def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> S
         elif name == "shared":
             A, B = noise(5, inputs + 16), noise(outputs + 8, 5)
             made["shared"] = SharedTerm(A, B, d=noise(5, std=1), e=noise(outputs, std=1))
+        elif name in ("right", "left", "whole"):
+            made["from_weight"] = _from_weight(name, noise, inputs, outputs)
         elif name in ("scale", "gain"):
             made[name] = 1 + noise(outputs, std=spread)
         elif name == "magnitude":
@@ -106,9 +110,36 @@ def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> S
         else:
             raise ValueError(name)
     if "magnitude" in made:
-        norms = row_norms(Slots(terms=made.get("terms", ())), t).float()
+        norms = row_norms(resolved(Slots(**made | {"magnitude": None}), t), t).float()
         made["magnitude"] = norms * (1 + noise(outputs, std=spread))
     return Slots(**made)
+
+
+def _from_weight(name: str, noise, inputs: int, outputs: int) -> FromWeight:
+    A, B, mix = noise(3, inputs), noise(outputs, 3), noise(3, 3, std=1).double()
+    right, left = noise(inputs, 3) if name == "right" else None, noise(3, outputs) if name == "left" else None
+
+    def finish(P, b0):
+        bias = None if b0 is None else 0.5 * b0
+        if name == "whole":
+            return (Term(P[:3], B),), bias
+        return (Term(torch.tanh(mix @ P), B) if name == "left" else Term(A, P @ mix),), bias
+
+    return FromWeight(finish, right, left)
+
+
+def resolved(slots: Slots, t: Target) -> Slots:
+    """The slots with what they take from the whole weight, by the definition in slots.py."""
+    if (source := slots.from_weight) is None:
+        return slots
+    P, b0 = full_weight(t), t.bias() if slots.base_bias is None else slots.base_bias
+    if source.right is not None:
+        P = P @ source.right.double()
+    elif source.left is not None:
+        P = source.left.double() @ P
+    terms, bias = source.finish(P, None if b0 is None else b0.double())
+    bias = slots.bias if bias is None else bias if slots.bias is None else slots.bias + bias
+    return replace(slots, from_weight=None, terms=slots.terms + terms, bias=bias)
 
 
 def full_weight(t: Target) -> Tensor:
@@ -126,6 +157,7 @@ def row_norms(slots: Slots, t: Target) -> Tensor:
 
 def apply_slots(slots: Slots, t: Target, x: Tensor) -> Tensor:
     """The definition at the top of slots.py, for an unsharded target. x: float64 (rows, in)."""
+    slots = resolved(slots, t)
     W, b0 = full_weight(t), t.bias()
     b = torch.zeros(t.out_features) if b0 is None else b0
     b = (b if slots.base_bias is None else slots.base_bias).double()

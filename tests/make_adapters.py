@@ -20,7 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from adapters_folded import FOLDED
+from adapters_plain import PLAIN
+from peft import IA3Config, LilyConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
 from peft_answers import load_base
 from safetensors.torch import load_file, save_file
 
@@ -175,8 +177,9 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "oft_head": _oft(target_modules=["q_proj", "lm_head"]),
     "oft_bias_only": _oft(bias="oft_only", target_modules=["q_proj", "k_proj"]),
 }  # fmt: skip
-# One term of the series is the identity: on a base without biases such an adapter does nothing.
-WITHOUT_EFFECT = {"oft_one_term"}
+ADAPTERS |= PLAIN | FOLDED
+# One term of the series is the identity: on a base without biases such an adapter does nothing. Nor does glora_none.
+WITHOUT_EFFECT = {"oft_one_term", "glora_none"}
 
 # As near the identity as trained adapters are.
 NEAR: dict[str, Callable[[str, str], None]] = {
@@ -193,7 +196,7 @@ NEAR: dict[str, Callable[[str, str], None]] = {
 
 # What PEFT writes and scute refuses.
 REFUSED: dict[str, Callable[[str, str], None]] = {
-    "loha": lambda base, out: _write(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
+    "lily": lambda base, out: _write(LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
     "lora_saves_head": _lora(modules_to_save=["lm_head"]),
     "lora_saves_norm": _lora(modules_to_save=["input_layernorm"]),
 }

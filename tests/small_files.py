@@ -7,7 +7,7 @@ import torch
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.methods import METHODS
-from scute_sgl.slots import BaseShape
+from scute_sgl.slots import BaseShape, Target
 
 PATH, HEAD, EMBED = "model.layers.0.mlp.up_proj", "lm_head", "model.embed_tokens"
 BASE = BaseShape(
@@ -59,3 +59,9 @@ def vera_tensors(**changed):
 def oft_config(drop=None, **fields):
     config = {"peft_type": "OFT", "target_modules": ["up_proj"], "use_cayley_neumann": True, "peft_version": "0.21.2"}
     return {k: v for k, v in (config | fields).items() if k != drop and v is not None}
+
+
+def weighted(W, b0=None):
+    """Targets of a base whose only module is PATH, with this weight (out, in) and bias."""
+    outputs, inputs = W.shape
+    return {PATH: Target(PATH, 0, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: W, lambda: b0)}

@@ -88,7 +88,7 @@ SPOILED = {  # what is done to a good LoRA: (how, code, what the refusal says)
         tensors(lambda t: t.update({Q_PROJ + "base_layer.weight": torch.ones(64, 64)})),
         "wrong_base", "model.layers.0.self_attn.q_proj base_weight: the base weight in the file differs",
     ),
-    "unknown peft_type": (config(peft_type="NEWLORA"), "unsupported_method", "peft_type=NEWLORA; supported: LORA"),
+    "unknown peft_type": (config(peft_type="NEWLORA"), "unsupported_method", "peft_type=NEWLORA; supported: "),
     "no peft_type": (config(peft_type=...), "unsupported_method", "peft_type=None"),
     "unknown config field": (config(invented={"a": 1}), "bad_config", "invented: found {'a': 1}, want null"),
     "larger than the arena": (

@@ -10,7 +10,9 @@ from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combina
 from scute_sgl import fold as fold_module
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold, fold_adapter, fold_gates, needs_base_weight
-from scute_sgl.slots import Adapter, Folded, SharedTerm, Slots, Term
+from scute_sgl.linalg import without_singular
+from scute_sgl.methods import hra
+from scute_sgl.slots import Adapter, Folded, FromWeight, SharedTerm, Slots, Term
 
 MODEL, PLAIN = FakeModel(), FakeModel(bias=False)
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
@@ -91,6 +93,45 @@ def test_near_rotations_survive_sixteen_bits(dtype):
         want = slots.input_scale.double() - 1 if name == "input_scale" else slots.rotation.double() - torch.eye(8)
         got = fold(slots, t).rotation.to(dtype).double()
         assert (got - want).norm() / want.norm() <= 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_term_near_what_it_replaces_survives_sixteen_bits(dtype):
+    """A trained PiSSA adapter is its initial one and a hundredth more: apart, both would round before they cancel."""
+    t = MODEL.targets()[Q_PROJ]
+    initial = without_singular(t.weight(), slice(-4, None))
+    random = torch.Generator().manual_seed(1)
+    A = -initial.A + 0.01 * torch.randn(4, 64, generator=random)
+    B = initial.B + 0.01 * torch.randn(64, 4, generator=random)
+    source = FromWeight(lambda W, b0: ((without_singular(W, slice(-4, None)),), None), cancels=True)
+    want = B @ A + initial.B @ initial.A
+
+    def error(source):
+        slots = Slots(terms=(Term(A, B),), from_weight=source)
+        folded = fold_adapter(Adapter("PISSA", {Q_PROJ: slots}), MODEL.targets())[t.module][1]
+        torch.testing.assert_close(folded.B.double() @ folded.A.double(), want, rtol=0, atol=1e-7)
+        return ((folded.B.to(dtype).double() @ folded.A.to(dtype).double() - want).norm() / want.norm()).item()
+
+    assert error(source) < torch.finfo(dtype).eps
+    assert error(replace(source, cancels=False)) > 4 * error(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reflections_that_nearly_undo_each_other_survive_sixteen_bits(dtype):
+    """HRA starts from pairs of equal columns."""
+    t, random = MODEL.targets()[Q_PROJ], torch.Generator().manual_seed(1)
+    u = torch.randn(64, 3, generator=random)
+    U = torch.cat([u, u + 0.003 * torch.randn(64, 3, generator=random)], dim=1)[:, [0, 3, 1, 4, 2, 5]]
+    config = {"peft_type": "HRA", "r": 6, "target_modules": ["q_proj"]}
+    folded = fold_adapter(hra.read(config, {f"base_model.model.{Q_PROJ}.hra_u": U}, None), MODEL.targets())[t.module][1]
+    H = torch.eye(64).double()
+    for k in range(6):
+        v = U[:, k].double() / U[:, k].double().norm()
+        H = H - 2 * H @ torch.outer(v, v)
+    want = t.weight().double() @ (H - torch.eye(64))
+    for given, tolerance in ((torch.float32, 1e-6), (dtype, torch.finfo(dtype).eps)):
+        got = folded.B.to(given).double() @ folded.A.to(given).double()
+        assert (got - want).norm() / want.norm() < tolerance
 
 
 def test_absent_slots_fold_to_nothing_and_present_identities_stay():

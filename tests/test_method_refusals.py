@@ -26,11 +26,7 @@ from scute_sgl.methods import METHODS, common
     (lora_config, {"layer_replication": [[0, 1]]}),
     (lora_config, {"alora_invocation_tokens": [1]}),
     (lora_config, {"use_qalora": True}),
-    (lora_config, {"use_bdlora": {"nblocks": 2}}),
     (lora_config, {"arrow_config": {"top_k": 3}}),
-    (lora_config, {"kasa_config": {"beta": 0.1}}),
-    (lora_config, {"velora_config": {"scale": 1.0}}),
-    (lora_config, {"monteclora_config": {"num_samples": 8}}),
     (ia3_config, {"modules_to_save": ["lm_head"]}),
     (vera_config, {"modules_to_save": ["lm_head"]}),
     (oft_config, {"modules_to_save": ["lm_head"]}),
@@ -53,7 +49,11 @@ def test_unknown_field_that_is_off_is_accepted(value):
     read(lora_config(invented_config=value), lora_tensors())
 
 
-@pytest.mark.parametrize("make", [peft.LoraConfig, peft.IA3Config, peft.VeraConfig, peft.OFTConfig])
+@pytest.mark.parametrize("make", [
+    peft.LoraConfig, peft.IA3Config, peft.VeraConfig, peft.OFTConfig, peft.HRAConfig, peft.DeftConfig,
+    peft.PeanutConfig, peft.GloraConfig, peft.OSFConfig, peft.AdamssConfig,
+    peft.PveraConfig, peft.FourierFTConfig, peft.WaveFTConfig,
+])
 def test_fields_and_defaults_are_pefts(make):
     """Each field of PEFT's config is read, neutral or refused here, and what is read has PEFT's default."""
     config = make().to_dict()
@@ -67,7 +67,7 @@ def test_fields_and_defaults_are_pefts(make):
     common.settings(config | {"peft_type": "X"}, method.FIELDS, method.NEUTRAL, off)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "somethingnew", 3])
+@pytest.mark.parametrize("init", ["pissa_niter_16", "corda", "loftq", "somethingnew", 3])
 def test_lora_init_that_changes_the_base_is_refused(init):
     """B29: PEFT would change W on loading."""
     with refused("bad_config", "init_lora_weights", init, "convert"):

@@ -10,13 +10,14 @@ import make_adapters
 import pytest
 import torch
 import transformers
+from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_answers import load_peft
 from small_files import refused
 
 from scute_sgl import checkpoint
-from scute_sgl.methods import METHODS
+from scute_sgl.methods import METHODS, peanut
 from scute_sgl.slots import BaseShape, Slots
 
 # Beside the plain Llama: on tied embeddings, on biased q, k, v, and on one KV head.
@@ -25,9 +26,15 @@ ON_OTHER_BASES = {
     "qwen2": [
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
+        "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none",
+        "pissa_dora", "kasa", "deft_qr",
+        "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
+        "unilora_seed", "vblora_topk", "lora_bd",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
+# What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
+IN_FLOAT32 = {"oft_coft": 1e-7, "vblora_topk": 1e-6}
 CASES = [("llama", name) for name in ADAPTERS] + [(b, name) for b, names in ON_OTHER_BASES.items() for name in names]
 
 
@@ -61,6 +68,11 @@ def shape_of(base_dir, dtype=torch.float32) -> BaseShape:
 def normal_form(slots: Slots, x, W, b0):
     """F(x) of slots.py in float64. W is the base weight (out, in)."""
     f = lambda t: t.double()  # noqa: E731
+    if (source := slots.from_weight) is not None:
+        P = W @ f(source.right) if source.right is not None else W if source.left is None else f(source.left) @ W
+        more, bias = source.finish(P, b0 if slots.base_bias is None else f(slots.base_bias))
+        bias = slots.bias if bias is None else bias if slots.bias is None else slots.bias + bias
+        slots = dataclasses.replace(slots, terms=slots.terms + more, bias=bias)
     terms = [f(term.B) @ f(term.A) for term in slots.terms]
     s = torch.ones(len(W), dtype=torch.float64) if slots.scale is None else f(slots.scale)
     if slots.magnitude is not None:
@@ -103,7 +115,7 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
             want = theirs(ids)
         else:
             x = torch.randn(16, W.shape[1], generator=generator).double()
-            want = theirs(x.to(dtype))
+            want = theirs(x[None].to(dtype))[0]  # as a batch, which some methods need
         got = normal_form(slots, x, W, b0)
         error = ((got - want.double()).abs().max() / want.abs().max()).item()
         assert error <= tolerance, (path, error)
@@ -120,14 +132,20 @@ def test_equals_peft(written, base_name, name):
     adapter = checkpoint.read_adapter(folder, base)
     changed = compare(adapter, base_dir, folder, torch.float32, 1e-5)
     assert changed > (0.001 if name.endswith("_near") else 0.02) or name in WITHOUT_EFFECT
+    if name.startswith("adamss"):
+        return  # PEFT's layer casts to the dtype that it was made in
     # The same numbers as a float64 file, so that the reader's own float32 roundings do not hide an error.
     config, tensors = checkpoint.load(folder)
-    adapter = METHODS[config["peft_type"]].read(config, {key: t.double() for key, t in tensors.items()}, base)
-    # PEFT rounds coft's eps / sqrt(n) to float32 whatever it computes in.
-    compare(adapter, base_dir, folder, torch.float64, 1e-7 if name.startswith("oft_coft") else 1e-12)
+    tensors = {key: t.double() if t.is_floating_point() else t for key, t in tensors.items()}
+    adapter = METHODS[config["peft_type"]].read(config, tensors, base)
+    tolerance = next((t for start, t in (IN_FLOAT32 | FOLDED_IN_FLOAT32).items() if name.startswith(start)), 1e-12)
+    compare(adapter, base_dir, folder, torch.float64, tolerance)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share"])
+@pytest.mark.parametrize("name", [
+    "lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share", "hra", "deft", "peanut", "glora",
+    "glora_constant", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft", "waveft",
+])  # fmt: skip
 def test_reads_without_a_base(written, name):
     """B05: enough for inspect. VeRA's matrices, if not saved, are placeholders then."""
     base_dir, folder = written("llama", name)
@@ -158,6 +176,15 @@ def test_vera_draws_what_peft_draws_on_this_dtype(written, dtype):
     assert torch.equal(shared.B.float(), theirs.vera_B["default"].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unilora_draws_what_peft_draws_on_this_dtype(written, dtype):
+    base_dir, folder = written("llama", "unilora")
+    term = checkpoint.read_adapter(folder, shape_of(base_dir, dtype)).modules["model.layers.1.mlp.down_proj"].terms[0]
+    theirs = load_peft(base_dir, folder, dtype).get_submodule("model.model.layers.1.mlp.down_proj")
+    A, B = theirs._get_lora_matrices("default")
+    assert torch.equal(term.A, A) and torch.equal(term.B, B)
+
+
 def test_dora_magnitude_key_with_and_without_weight(written):
     """B02: both spellings load; both at once is one too many."""
     base_dir, folder = written("llama", "dora_qvdown")
@@ -177,6 +204,12 @@ def test_files_of_16_bit_are_not_rounded_again(written):
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
     assert slots.terms[0].A.dtype == torch.bfloat16
     assert torch.equal(slots.terms[0].B, checkpoint.load(folder)[1][key].float() * (11 / 8))
+
+
+@pytest.mark.parametrize("name", peanut.ACTIVATIONS)
+def test_peanut_activations_are_those_of_transformers(name):
+    x = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    assert torch.equal(peanut.ACTIVATIONS[name](x), transformers.activations.ACT2FN[name](x))
 
 
 def test_peft_written_oft_embedding_is_refused(root):

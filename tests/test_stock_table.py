@@ -29,7 +29,7 @@ EXACT = {
 REFUSED = {  # what stock does, and our refusal
     "lora_saves_head": ("wrong: ignored", "[bad_config]: modules_to_save: found ['lm_head']"),
     "lora_saves_norm": ("the first request kills the server", "[bad_config]: modules_to_save: found ['input_layernorm']"),
-    "loha": ("refused with the text 'lora_alpha'", "[unsupported_method]: peft_type: peft_type=LOHA; supported: LORA,"),
+    "lily": ("refused with the text 'lora_alpha'", "[unsupported_method]: peft_type: peft_type=LILY: its router averages"),
 }
 
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from torch import nn
+from transformers import LlamaConfig, OPTConfig
 
 from scute_sgl import targets
+from scute_sgl.errors import AdapterError
 
 HIDDEN, MLP, HEADS, KV_HEADS, SIZE = 64, 96, 8, 2, 8
+
+CONFIG = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=8)
 
 
 class SiluAndMul(nn.Module):
@@ -47,7 +51,7 @@ def test_paths_and_rows_follow_the_model():
         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
     ]  # fmt: skip
     assert sites[0].columns == [0, 64, 80, 96] and sites[2].columns == [0, 96, 192]
-    shape = targets.base_shape(model(), sites, torch.float32, 128)
+    shape = targets.base_shape(model(), sites, torch.float32, CONFIG)
     assert shape["model.layers.0.self_attn.k_proj"] == (HIDDEN, 16) and shape["model.layers.0.mlp.down_proj"] == (MLP, HIDDEN)
     assert of(model())["down_proj"].gated_by == "model.layers.0.mlp.up_proj" and of(model())["o_proj"].gated_by == ""
 
@@ -94,15 +98,30 @@ def test_experts_stay_out_and_the_layers_around_them_do_not():
     root.model.layers[0].mlp = nn.Module()
     root.model.layers[0].mlp.experts = nn.ParameterDict({"w13_weight": torch.zeros(4, 2 * MLP, HIDDEN)})
     assert sorted(of(root)) == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    shape = targets.base_shape(root, targets.find_sites(root), torch.float32, 128)
+    shape = targets.base_shape(root, targets.find_sites(root), torch.float32, CONFIG)
     assert shape.unlisted == "model.layers.0.mlp.experts"
 
 
 def test_every_matrix_is_listed_or_known_to_be_missing():
     root = model()
-    assert targets.base_shape(root, targets.find_sites(root), torch.float32, 128).unlisted == ""
+    assert targets.base_shape(root, targets.find_sites(root), torch.float32, CONFIG).unlisted == ""
     root.score = nn.Linear(HIDDEN, 2)
-    assert targets.base_shape(root, targets.find_sites(root), torch.float32, 128).unlisted == "score"
+    assert targets.base_shape(root, targets.find_sites(root), torch.float32, CONFIG).unlisted == "score"
+
+
+def test_layers_are_counted_as_hugging_face_orders_them():
+    """OPT's attention begins with k there; SGLang fuses q, k, v."""
+    opt = OPTConfig(
+        vocab_size=64, hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    layers = targets.huggingface_layers(opt)
+    names = [path.removeprefix("model.decoder.").removeprefix("layers.0.self_attn.") for path in layers]
+    assert names[:6] == ["embed_tokens", "embed_positions", "k_proj", "v_proj", "q_proj", "out_proj"]
+    assert layers["model.decoder.layers.0.fc1"] == (16, 32) and layers["model.decoder.embed_tokens"] == (64, 16)
+    shape = targets.base_shape(model(), targets.find_sites(model()), torch.float32, CONFIG)
+    assert [*shape.counted()][1:] == [*shape, "lm_head"] and shape.counted() is shape.counted()
+    with pytest.raises(AdapterError, match=r"order of Hugging Face's model.*cannot be made"):
+        targets.huggingface_layers(object())
 
 
 def test_quantised_layers_stop_the_start():

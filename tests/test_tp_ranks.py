@@ -25,6 +25,11 @@ WHOLE = MODEL.targets()
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 O_PROJ, Q_PROJ, DOWN = ATTENTION + "o_proj", ATTENTION + "q_proj", MLP + "down_proj"
 DORA = {path: random_slots(WHOLE[path], "terms", "magnitude", "bias") for path in (Q_PROJ, O_PROJ, DOWN)}
+FROM_WEIGHT = {
+    ATTENTION + "k_proj": random_slots(WHOLE[ATTENTION + "k_proj"], "left", "bias"),
+    O_PROJ: random_slots(WHOLE[O_PROJ], "right", "magnitude"),
+    DOWN: random_slots(WHOLE[DOWN], "left"),
+}
 DIFFERS = "the base weight in the file differs from the served one"
 EVERY_KIND = {
     EMBEDDING: random_slots(WHOLE[EMBEDDING], "terms", "magnitude"),
@@ -72,7 +77,8 @@ def good_loads(rank: Rank) -> dict:
     """The scales of row-parallel modules, whose norms need every rank's part."""
     folded = rank.load("dora", DORA)
     rank.load("every kind", EVERY_KIND)
-    for batch in (["dora"], ["every kind", "dora"], ["every kind"]):
+    rank.load("of the weight", FROM_WEIGHT)
+    for batch in (["dora"], ["every kind", "dora"], ["of the weight", "every kind"]):
         rank.pool.ensure(batch)
         rank.check()
     # numpy: a tensor would travel through a file descriptor that dies with this process
@@ -112,8 +118,19 @@ def divergence(rank: Rank) -> str:
     return "not seen"
 
 
+def of_the_weight(rank: Rank) -> tuple[dict, str]:
+    """This rank's terms of W, and what the load of a method says that needs all of it."""
+    folded = rank.load("terms", FROM_WEIGHT)
+    folded = {path: folded[WHOLE[path].module][1] for path in FROM_WEIGHT}
+    terms = {path: (f.A.numpy(), f.B.numpy()) for path, f in folded.items()}
+    refusal = rank.refusal(FROM_WEIGHT | {O_PROJ: random_slots(WHOLE[O_PROJ], "whole")})
+    rank.load("after it", EVERY_KIND)
+    rank.check()
+    return terms, refusal
+
+
 def all_jobs(rank: Rank) -> tuple:
-    return good_loads(rank), refused_by_the_last(rank), divergence(rank)
+    return good_loads(rank), refused_by_the_last(rank), of_the_weight(rank), divergence(rank)
 
 
 def _process(number: int, size: int, rendezvous: str, job, results) -> None:
@@ -147,14 +164,14 @@ def answers(request, tmp_path_factory):
 
 
 def test_ranks_load_and_place_adapters_alike(answers):
-    for scales, _, _ in answers:
+    for scales, *_ in answers:
         for path, scale in scales.items():
             want = fold(DORA[path], WHOLE[path]).scale
             torch.testing.assert_close(torch.from_numpy(scale), want, rtol=0, atol=1e-6)
 
 
 def test_what_one_rank_refuses_is_refused_by_all_in_its_words(answers):
-    *others, last = [refusals for _, refusals, _ in answers]
+    *others, last = [refusals for _, refusals, *_ in answers]
     assert last == [
         f"adapter 'bad' refused [wrong_base]: {O_PROJ} base_weight: {DIFFERS}",
         f"adapter 'bad' refused [bad_config]: {Q_PROJ} B: largest value 1e+06 is not finite in float16",
@@ -163,8 +180,20 @@ def test_what_one_rank_refuses_is_refused_by_all_in_its_words(answers):
     assert others == [[f"{text} (on tensor-parallel rank {len(others)})" for text in last]] * len(others)
 
 
+def test_ranks_make_the_terms_of_the_whole_weight(answers):
+    for rank, (_, _, (terms, refusal), _) in enumerate(answers):
+        for path, t in MODEL.targets(rank, len(answers)).items():
+            if path not in terms:
+                continue
+            whole = fold_adapter(Adapter("", {path: FROM_WEIGHT[path]}), WHOLE)[WHOLE[path].module][1]
+            A, B = map(torch.from_numpy, terms[path])
+            want = (whole.B @ whole.A)[slice(*t.outputs), slice(*t.inputs)]
+            torch.testing.assert_close(B @ A, want, rtol=1e-5, atol=1e-6)
+        assert refusal.startswith(f"adapter 'bad' refused [unsupported_method]: {O_PROJ}: this method needs all")
+
+
 def test_ranks_that_diverge_say_so(answers):
-    says = {divergence for _, _, divergence in answers}
+    says = {divergence for *_, divergence in answers}
     assert len(says) == 1
     text = says.pop()
     assert text.startswith("tensor-parallel ranks disagree on their arenas: rank 0 has ")

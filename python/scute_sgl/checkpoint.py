@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.methods import METHODS
+from scute_sgl.methods import METHODS, NOT_SERVED
 from scute_sgl.slots import Adapter, BaseShape
 
 CONFIG, WEIGHTS, ADDED_TOKENS = "adapter_config.json", "adapter_model.safetensors", "added_tokens.json"
@@ -64,8 +64,10 @@ def read_adapter(
     config, tensors = load(path, max_bytes)
     method = config.get("peft_type")
     if not isinstance(method, str) or method not in METHODS:
-        raise AdapterError("unsupported_method", f"peft_type={str(method)[:80]}; supported: {', '.join(METHODS)}",
-                           key="peft_type")  # fmt: skip
+        known = isinstance(method, str) and method in NOT_SERVED
+        reason = f": {NOT_SERVED[method]}" if known else ""
+        hint = f"peft_type={str(method)[:80]}{reason}; supported: {', '.join(METHODS)}"
+        raise AdapterError("unsupported_method", hint, key="peft_type")
     if base is not None:
         _check_added_tokens(Path(path) / ADDED_TOKENS, base.vocab_size)
     for key, tensor in tensors.items():

@@ -8,14 +8,13 @@
         B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
         e'     = gain * e
 
-Vectors are multiplied in float64 and rounded once to float32. Row norms are the only work that reads W: it
-happens on W's device, a bounded number of rows at a time. All results are on the host.
+Vectors are multiplied in float64 and rounded once to float32. Only row norms, and what resolve.py does before, read
+W: on its device, a bounded number of rows at a time. All results are on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import full_float32, product
+from scute_sgl.resolve import fold_gates, is_split, products, resolve
 from scute_sgl.shard import shard
 from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
 
@@ -42,21 +43,29 @@ def fold_adapter(
 
     ``targets`` by HF module path. Everything that may fail runs under :func:`agree` with ``share``,
     so a refusal on one rank is a refusal on all and nobody waits for a sum that never comes.
-    ``sum_over_tp`` gets one float64 vector on W's device, with the sums of squares of all split modules.
-    AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base`` and what shard.py refuses.
+    ``sum_over_tp`` gets one float64 vector with the products of all split modules that need some (resolve.py), then
+    one on W's device with the sums of squares of all modules whose inputs are split; neither if it would be empty.
+    AdapterError: ``unknown_key`` (no such module), ``bad_shape``, ``wrong_base``, what resolve.py and shard.py refuse.
     """
 
-    def local_part() -> list[tuple[Target, Slots, Tensor | None]]:
+    def with_own_products() -> tuple[dict[str, Slots], dict[str, Tensor]]:
         unknown = sorted(adapter.modules.keys() - targets.keys())
         if unknown:
             raise AdapterError("unknown_key", "the base model has no such adaptable module", module=unknown[0])
         modules = fold_gates(adapter.modules, targets)
-        parts = [(t, shard(modules[t.path], t)) for t in sorted(map(targets.get, modules), key=lambda t: t.module)]
+        return modules, products(modules, targets)
+
+    modules, found = agree(with_own_products, share)
+    split = [path for path in found if is_split(targets[path])]
+    found |= zip(split, _sums([found[path] for path in split], sum_over_tp))
+
+    def local_part() -> list[tuple[Target, Slots, Tensor | None]]:
+        whole = resolve(modules, targets, found)
+        parts = [(t, shard(whole[t.path], t)) for t in sorted(map(targets.get, whole), key=lambda t: t.module)]
         return [(t, slots, _read_base(slots, t, adds_bias)) for t, slots in parts]
 
     parts = agree(local_part, share)
-    split = [squares for t, _, squares in parts if squares is not None and _splits_inputs(t)]
-    sums = iter(sum_over_tp(torch.cat(split)).split([len(part) for part in split]) if split else ())
+    sums = iter(_sums([squares for t, _, squares in parts if squares is not None and _splits_inputs(t)], sum_over_tp))
 
     def with_whole_norms() -> dict[int, tuple[Target, Folded]]:
         folded = {}
@@ -88,6 +97,11 @@ def agree(step: Callable[[], Result], share: Share) -> Result:
     return result
 
 
+def _sums(parts: list[Tensor], sum_over_tp: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """Every part summed over the ranks, in one collective."""
+    return sum_over_tp(torch.cat(parts)).split([len(part) for part in parts]) if parts else ()
+
+
 def fold(
     slots: Slots,
     t: Target,
@@ -101,44 +115,25 @@ def fold(
     return _fold(slots, t, squares, adds_bias)
 
 
-def fold_gates(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> dict[str, Slots]:
-    """Move a gated down_proj's input scale into the gain of the up_proj that it reads, before sharding.
-
-    Exact, because act(gate) * up is elementwise. It stays where low-rank terms read the unscaled input.
-    """
-    modules = dict(modules)
-    for path, slots in sorted(modules.items()):
-        up = targets[path].gated_by
-        if slots.input_scale is None or up not in targets or slots.terms or slots.shared:
-            continue
-        if slots.input_scale.shape != (targets[up].out_features,):
-            found, want = tuple(slots.input_scale.shape), (targets[up].out_features,)
-            raise AdapterError("bad_shape", f"found shape {found}, want {want}", module=path, key="input_scale")
-        above = modules.get(up, Slots())
-        modules[up] = replace(above, gain=_product(above.gain, slots.input_scale).float())
-        modules[path] = replace(slots, input_scale=None)
-    return modules
-
-
 def needs_base_weight(slots: Slots) -> bool:
-    return slots.magnitude is not None or slots.base_weight is not None
+    return any(slot is not None for slot in (slots.magnitude, slots.base_weight, slots.from_weight))
 
 
 def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> Folded:
     """``squares``: the whole sums of squares of the rows of W + B A, where there is a magnitude."""
     dora = None if slots.magnitude is None else slots.magnitude.double() / squares.sqrt().to(slots.magnitude.device)
     A, B = _join(slots.terms)
-    shared, lift = slots.shared, _product(dora, slots.gain)
+    shared, lift = slots.shared, product(dora, slots.gain)
     if B is not None and lift is not None:
         B = (B * lift[:, None]).float()
     if shared is not None:
-        shared = replace(shared, d=shared.d.float(), e=_product(shared.e, slots.gain).float())
-    scale = _product(dora, slots.scale, slots.gain)
+        shared = replace(shared, d=shared.d.float(), e=product(shared.e, slots.gain).float())
+    scale = product(dora, slots.scale, slots.gain)
     return Folded(
         A=A,
         B=B,
         scale=None if scale is None else (scale - 1).float(),
-        bias=_shift(slots, t, _product(dora, slots.scale), adds_bias),
+        bias=_shift(slots, t, product(dora, slots.scale), adds_bias),
         rotation=_rotation(slots),
         shared=shared,
     )
@@ -163,7 +158,7 @@ def _shift(slots: Slots, t: Target, s: Tensor | None, adds_bias: bool) -> Tensor
         return None
     if t.kind == "row" and not adds_bias:
         return torch.zeros_like(shift, dtype=torch.float32)
-    return _product(shift, slots.gain).float()
+    return product(shift, slots.gain).float()
 
 
 def _rotation(slots: Slots) -> Tensor | None:
@@ -174,15 +169,6 @@ def _rotation(slots: Slots) -> Tensor | None:
         return None
     blocks = slots.rotation.double()
     return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
-
-
-def _product(*factors: Tensor | None) -> Tensor | None:
-    """float64 product of the factors that exist."""
-    product = None
-    for factor in factors:
-        if factor is not None:
-            product = factor.double() if product is None else product * factor.double()
-    return product
 
 
 def _join(terms: tuple[Term, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -224,7 +210,7 @@ def _read_base(slots: Slots, t: Target, adds_bias: bool) -> Tensor | None:
     if A is not None:
         A, B = A.to(W.device), B.to(W.device)
         left, right = (A.T, B.T) if embedding else (B, A)  # W's rows take left @ right
-    with _full_float32():
+    with full_float32():
         for rows in chunks:
             total = W[rows].float() if A is None else torch.addmm(W[rows].float(), left[rows], right)
             part = total.square().sum(0 if embedding else 1, dtype=torch.float64)
@@ -233,14 +219,3 @@ def _read_base(slots: Slots, t: Target, adds_bias: bool) -> Tensor | None:
             else:
                 squares[rows] = part
     return squares
-
-
-@contextmanager
-def _full_float32():
-    """SGLang may have allowed TF32 products (--enable-tf32-matmul), whose 10 bits would show in s - 1."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

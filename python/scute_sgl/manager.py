@@ -75,7 +75,7 @@ class ScuteManager(LoRAManager):
         if not sites:
             raise ValueError("--lora-backend scute found no layer in this model that adapters could change")
         self.targets = {target.path: target for site in sites for target in site.targets}
-        self.base_shape = targets.base_shape(self.base_model, sites, self.dtype, self.base_hf_config.vocab_size)
+        self.base_shape = targets.base_shape(self.base_model, sites, self.dtype, self.base_hf_config)
         self.site_of = {t.module: site.module for site in sites for t in site.targets}
         arena_bytes = self.ranks.min(options.arena_bytes(self.device))  # GPUs of one model may differ a little
         self.max_file_bytes = _max_file_bytes(arena_bytes * self.ranks.size // self.dtype.itemsize, self.base_shape)

@@ -48,20 +48,20 @@ class Module:
     def is_embedding(self) -> bool:
         return is_embedding(self.path)
 
-    def take(self, name: str, *want: int | None) -> Tensor | None:
+    def take(self, name: str, *want: int | None, integer: bool = False) -> Tensor | None:
         """The tensor, no longer listed; None if the file lacks it. None in ``want`` allows any size."""
         if name not in self.tensors:
             return None
         found = self.tensors.pop(name)
-        if not found.is_floating_point():
-            raise self.error("bad_shape", name, f"found {found.dtype}, want floating point")
+        if found.is_floating_point() == integer:
+            raise self.error("bad_shape", name, f"found {found.dtype}, want {'integers' if integer else 'floating point'}")
         if len(found.shape) != len(want) or any(w not in (None, f) for f, w in zip(found.shape, want)):
             sizes = ", ".join("any" if w is None else str(w) for w in want)
             raise self.error("bad_shape", name, f"found {tuple(found.shape)}, want ({sizes})")
         return found
 
-    def need(self, name: str, *want: int | None) -> Tensor:
-        tensor = self.take(name, *want)
+    def need(self, name: str, *want: int | None, integer: bool = False) -> Tensor:
+        tensor = self.take(name, *want, integer=integer)
         if tensor is None:
             raise self.error("missing_tensor", name, "not in the file")
         return tensor
@@ -186,6 +186,19 @@ def targets(config: dict, paths: Iterable[str]) -> set[str]:
                 continue
         found.add(path)
     return found
+
+
+def counted_targets(config: dict, base: BaseShape) -> dict[str, tuple[int, int]]:
+    """The (in, out) of every module that PEFT adapts for this config, in the order in which PEFT numbers them."""
+    if config.get("target_modules") is None:
+        raise AdapterError("bad_config", "found null, want the targets that decide the draw", key="target_modules")
+    layers = base.counted()
+    wanted = targets(config, layers)
+    if not wanted:
+        raise AdapterError("bad_config", "no module of the base is targeted", key="target_modules")
+    if unknown := sorted(path for path in wanted if base.get(path) != layers[path]):
+        raise AdapterError("unknown_key", "targeted, but not an adaptable module of the base", module=unknown[0])
+    return {path: sizes for path, sizes in layers.items() if path in wanted}
 
 
 def _is_text_or_list(value, kind: type) -> bool:

@@ -23,6 +23,7 @@ def shard(slots: Slots, t: Target) -> Slots:
     A and B of a shared term stay whole, because ranks and layers read different corners of one copy.
     ``base_weight`` lies as the base stores it: (out, in), for an embedding (vocabulary, out).
     """
+    assert slots.from_weight is None, "resolve.py comes first"
     if t.kind == "embedding" and (slots.shared or slots.input_scale is not None or slots.rotation is not None):
         raise AdapterError("unsupported_method", "an embedding takes A, B, scale and bias only", module=t.path)
     if slots.input_scale is not None and slots.rotation is not None:

@@ -47,11 +47,29 @@ class SharedTerm:
 
 
 @dataclass(frozen=True)
+class FromWeight:
+    """Terms and a bias that depend on the base weight W (out, in), which only the fold sees.
+
+    ``finish(P, b0)`` returns them for the whole module, as (terms, bias or None). P is ``W @ right`` (out, k) or
+    ``left @ W`` (k, in), float64 on the host and the same on all ranks. With neither operand P is W itself, in the
+    base's dtype and place, and a module that ranks share is refused. b0 is the bias of the base layer, float64
+    (out,) on the host, or None. ``right`` is (in, k), ``left`` is (k, out). ``cancels``: these
+    terms nearly cancel each other or the module's own, so that their sum has to be formed before it is rounded.
+    """
+
+    finish: Callable[[Tensor, Tensor | None], tuple[tuple[Term, ...], Tensor | None]]
+    right: Tensor | None = None
+    left: Tensor | None = None
+    cancels: bool = False
+
+
+@dataclass(frozen=True)
 class Slots:
     """The normal form of one module as a checkpoint gives it. None and () mean the identity."""
 
     terms: tuple[Term, ...] = ()
     shared: SharedTerm | None = None
+    from_weight: FromWeight | None = None  # more terms and bias, once the base weight is known
     scale: Tensor | None = None  # s (out,): scales x R W, not the bias, not the terms
     magnitude: Tensor | None = None  # DoRA's m (out,): s = m / ||W + sum_k B_k A_k|| per row, and scales the terms too
     bias: Tensor | None = None  # (out,) added to the total bias
@@ -114,9 +132,20 @@ class BaseShape(dict[str, tuple[int, int]]):
 
     All that a reader may know of the base model; config.json is enough to build one. ``dtype`` is the base's
     torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary. ``unlisted`` names
-    a layer with a weight matrix that is not adaptable and so not listed; "" if there is none.
+    a layer with a weight matrix that is not adaptable and so not listed; "" if there is none. ``counted`` gives every
+    linear layer and embedding of Hugging Face's own model with its sizes, in that model's order, by which PEFT numbers
+    modules; without it the shapes are taken to be those.
     """
 
-    def __init__(self, shapes, *, dtype, vocab_size: int, unlisted: str = ""):
+    def __init__(
+        self,
+        shapes,
+        *,
+        dtype,
+        vocab_size: int,
+        unlisted: str = "",
+        counted: Callable[[], dict[str, tuple[int, int]]] | None = None,
+    ):
         super().__init__(shapes)
         self.dtype, self.vocab_size, self.unlisted = dtype, vocab_size, unlisted
+        self.counted = counted or (lambda: self)

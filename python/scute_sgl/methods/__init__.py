@@ -1,9 +1,91 @@
 """The one list of methods: peft_type -> module with ``read(config, tensors, base) -> Adapter``.
 
 ``read`` is pure: it sees the adapter's files and the base's shapes, no weight, no device, no SGLang. To add a
-method, write its file (formula in slots.py's notation first), add a line here and a case in tests/make_adapters.py.
+method, write its file (formula in slots.py's notation first), a line here and cases for tests/make_adapters.py.
 """
 
-from scute_sgl.methods import ia3, lora, oft, vera
+from scute_sgl.methods import (
+    adalora,
+    adamss,
+    beft,
+    boft,
+    deft,
+    delora,
+    fourierft,
+    glora,
+    gralora,
+    hra,
+    ia3,
+    loha,
+    lokr,
+    lora,
+    miss,
+    oft,
+    osf,
+    peanut,
+    poly,
+    pvera,
+    tinylora,
+    unilora,
+    vblora,
+    vera,
+    waveft,
+)
 
-METHODS = {"LORA": lora, "IA3": ia3, "VERA": vera, "OFT": oft}  # DoRA is a LORA with use_dora
+METHODS = {
+    "ADALORA": adalora,
+    "ADAMSS": adamss,
+    "BEFT": beft,
+    "BOFT": boft,
+    "BONE": miss,  # what older releases of PEFT called MISS
+    "DEFT": deft,
+    "DELORA": delora,
+    "FOURIERFT": fourierft,
+    "GLORA": glora,
+    "GRALORA": gralora,
+    "HRA": hra,
+    "IA3": ia3,
+    "LOHA": loha,
+    "LOKR": lokr,
+    "LORA": lora,  # with use_dora a DoRA
+    "MISS": miss,
+    "OFT": oft,
+    "OSF": osf,
+    "PEANUT": peanut,
+    "POLY": poly,
+    "PVERA": pvera,
+    "TINYLORA": tinylora,
+    "UNILORA": unilora,
+    "VBLORA": vblora,
+    "VERA": vera,
+    "WAVEFT": waveft,
+}
+
+_PROMPT = "it puts trained embeddings before the prompt and changes no layer"
+_CACHE = "it puts trained keys and values before the prompt's and changes no layer"
+_SPARSE = "it adds a sparse matrix to the weight; no op multiplies by one yet"
+
+# PEFT's other types, and why: the refusal says so.
+NOT_SERVED = {
+    "ADAPTION_PROMPT": "it adds gated attention to a trained prompt and changes no linear layer",
+    "C3A": "its block-circulant matrices have full rank; no op multiplies by one yet",
+    "CARTRIDGE": _CACHE,
+    "CPT": _PROMPT,
+    "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
+    "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
+    "LILY": "its router averages over all tokens of a call, so that an answer depends on its neighbours",
+    "LN_TUNING": "it changes the weights of norms, not linear layers",
+    "MULTITASK_PROMPT_TUNING": _PROMPT,
+    "PREFIX_TUNING": _CACHE,
+    "PROMPT_TUNING": _PROMPT,
+    "PSOFT": "its file lacks the singular vectors that it was trained with, and their signs depend on the machine",
+    "P_TUNING": _PROMPT,
+    "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
+    "as one low-rank term it has the rank of the whole weight",
+    "ROAD": "it rotates pairs of outputs; no op mixes outputs yet",
+    "SHADOW": "it runs a network of its own beside the model, with a state",
+    "SHIRA": _SPARSE,
+    "SUPERTUNING": _SPARSE,
+    "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
+    "XLORA": "it routes every token among adapters, after a pass of the base model without any",
+}

@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from scute_sgl import names
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Adapter, Slots
+from scute_sgl.slots import Adapter, Slots, Term
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
+MAX_VALUES = 1 << 32  # of all A and B of an adapter: some methods expand a small file to far more than it holds
 
 # Fields of any PEFT config that cannot change what a served adapter computes.
 NEUTRAL = frozenset(
@@ -65,6 +67,33 @@ def number(value: object, name: str) -> float:
     raise AdapterError("bad_config", f"found {_short(value)}, want a finite number", key=name)
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In at least float32, for arithmetic: a 16-bit file must not be rounded a second time."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Tensor:
+    """scale * tensor in at least float32."""
+    if scale == 1:
+        return tensor
+    result = wide(tensor) * scale
+    if not result.isfinite().all():
+        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
+    return result
+
+
+def dense(delta: Tensor) -> Term:
+    """A whole matrix (out, in) as a term of rank min(out, in)."""
+    outputs, inputs = delta.shape
+    identity = torch.eye(min(outputs, inputs), dtype=delta.dtype)
+    return Term(identity, delta) if inputs <= outputs else Term(delta, identity)
+
+
+def refuse_embedding(module: names.Module, method: str) -> None:
+    if module.is_embedding:
+        raise module.error("unsupported_method", next(iter(module.tensors), ""), f"{method} has no embedding layer")
+
+
 def build(
     method: str, config: dict, modules: list[names.Module], read_one: Callable[[names.Module], Slots]
 ) -> Adapter:
@@ -73,7 +102,7 @@ def build(
     if not adapted:
         raise AdapterError("missing_tensor", f"the file holds no tensor of {method} for any module")
     wanted = names.targets(config, adapted)
-    slots = {}
+    slots, values = {}, 0
     for module in modules:
         if module.adapted and module.file_path not in wanted and not _is_tied(config, module):
             # PEFT would build no adapter there and drop these tensors.
@@ -84,6 +113,9 @@ def build(
         if module.tensors:
             name = next(iter(module.tensors))
             raise module.error("unknown_key", name, f"this {method} config has no use for it")
+        values += sum(term.A.numel() + term.B.numel() for term in entry.terms)
+        if values > MAX_VALUES:
+            raise module.error("too_large", "", f"the adapter's low-rank matrices have over {MAX_VALUES} values")
         slots[module.path] = entry
     return Adapter(method, slots)
 

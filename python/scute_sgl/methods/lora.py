@@ -4,21 +4,24 @@
 
 b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_dora; with it s = m / ||W + B A||
 per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
-with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary.
+with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary. VeLoRA and
+MonteCLoRA differ from LoRA in training only, BD-LoRA in its file (bdlora.py); PEFT combines none of them with DoRA.
 
-Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2. pissa, olora, corda and loftq change W
-before training; PEFT converts such adapters to plain LoRA on request, and only that form is served.
+pissa, olora and KaSA train on W less a part of it, which becomes a second term (less_base.py). corda and loftq change W
+in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.
+
+Checked against peft/tuners/lora/{layer,dora,variants}.py of PEFT 0.21.2.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.methods import common
+from scute_sgl.linalg import product
+from scute_sgl.methods import bdlora, common, less_base
 from scute_sgl.names import Module, Patterns, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
@@ -33,6 +36,10 @@ FIELDS = common.TARGETING | {
     "bias": "none",
     "init_lora_weights": None,
     "ensure_weight_tying": False,
+    "use_bdlora": None,
+    "velora_config": None,
+    "monteclora_config": None,
+    "kasa_config": None,
 }
 NEUTRAL = frozenset(
     "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
@@ -44,30 +51,36 @@ OFF = common.OFF | {
     "layer_replication": "a base of another depth is not served; save the grown model as a base of its own",
     "alora_invocation_tokens": "activated LoRA is not served",
     "use_qalora": "QALoRA is not served; merge it into its quantised base",
-    "use_bdlora": "block-diagonal LoRA is not served; expand it to plain lora_A and lora_B",
     "arrow_config": "Arrow routes every token among adapters and is not served",
-    "kasa_config": "KaSA cuts singular values from the base weight and is not served",
-    "velora_config": "VeLoRA is not served; drop its training leftovers to get a plain LoRA",
-    "monteclora_config": "MonteCLoRA is not served; drop its sampler to get a plain LoRA",
+}
+LEFTOVERS = {  # of training, by the config field that makes PEFT write them
+    "velora_config": ("lora_velora_embed",),
+    "monteclora_config": tuple(
+        f"lora_monteclora_sampler.{name}"
+        for name in ("expert_weights", "expert_weights_prior", "gaussian_var_prior", "std_prior")
+    ),
 }
 PARAMETERS = (
-    "lora_A.weight",
-    "lora_B.weight",
-    "lora_B.bias",
-    "lora_magnitude_vector",
-    "lora_magnitude_vector.weight",  # the same tensor as PEFT wrote it for a while
-    "lora_embedding_A",
-    "lora_embedding_B",
+    *"lora_A.weight lora_B.weight lora_B.bias lora_embedding_A lora_embedding_B lora_diag".split(),
+    *("lora_magnitude_vector", "lora_magnitude_vector.weight"),  # the latter as PEFT wrote it for a while
+    *(name for names in LEFTOVERS.values() for name in names),
 )
-SAME_BASE = {"gaussian", "eva", "mica", "orthogonal", "lora_ga"}  # initial values that leave W as it is
 
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL, OFF)
     common.rank(c["r"])
-    _check_init(c["init_lora_weights"])
-    if c["use_dora"] and c["lora_bias"]:
-        raise AdapterError("bad_config", "found true beside use_dora; PEFT defines no such layer", key="lora_bias")
+    less = less_base.trained_on(c["init_lora_weights"], c["kasa_config"])
+    chosen = [name for name in ("use_dora", "use_bdlora", *LEFTOVERS) if c[name]]
+    if c["kasa_config"] is not None:
+        chosen.insert(0, "kasa_config")
+    if c["lora_bias"] and not LEFTOVERS.keys() & set(chosen):
+        chosen.append("lora_bias")
+    if less and c["use_bdlora"]:
+        raise AdapterError("bad_config", f"found beside {less}, want one of them", key="use_bdlora")
+    if len(chosen) > 1:
+        raise AdapterError("bad_config", f"found beside {chosen[0]}; PEFT defines no such layer", key=chosen[1])
+    take = bdlora.reader(c["use_bdlora"])
     ranks = Patterns(c["rank_pattern"], "rank_pattern")
     alphas = Patterns(c["alpha_pattern"], "alpha_pattern")
 
@@ -76,34 +89,25 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         alpha = common.number(alphas.get(module.file_path, c["lora_alpha"]), "alpha_pattern")
         scale = alpha / (math.sqrt(r) if c["use_rslora"] else r)
         inputs, outputs = module.in_features, module.out_features
-        a, b = ("lora_embedding_A", "lora_embedding_B") if module.is_embedding else ("lora_A.weight", "lora_B.weight")
-        A, B = module.need(a, r, inputs), module.need(b, outputs, r)
+        for name in LEFTOVERS.get(chosen[0], ()) if chosen else ():
+            module.tensors.pop(name, None)
+        if not module.is_embedding:
+            b, (A, B) = "lora_B.weight", take(module, r)
+            B = product(B, module.need("lora_diag", r)) if less == "kasa" else B
+        elif not chosen or chosen[0] in ("use_dora", "lora_bias"):
+            b = "lora_embedding_B"
+            A, B = module.need("lora_embedding_A", r, inputs), module.need(b, outputs, r)
+        else:
+            raise module.error("bad_config", chosen[0], "PEFT defines no such embedding")
         bias = magnitude = None
         if c["lora_bias"]:
-            bias = scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
+            bias = common.scaled(module.need("lora_B.bias", B.shape[0]), scale, module, "lora_B.bias")
         if c["use_dora"]:
             magnitude = module.take("lora_magnitude_vector", B.shape[0])
             if magnitude is None:
                 magnitude = module.need("lora_magnitude_vector.weight", B.shape[0])
-        return Slots(terms=(Term(A, scaled(B, scale, module, b)),), bias=bias, magnitude=magnitude)
+        terms, from_weight = (Term(A, common.scaled(B, scale, module, b)),), less_base.taken(less, r, scale, module)
+        return Slots(terms=terms, bias=bias, magnitude=magnitude, from_weight=from_weight)
 
     modules, _ = group(tensors, base, PARAMETERS)
-    return common.build("DORA" if c["use_dora"] else "LORA", config, modules, read_one)
-
-
-def scaled(tensor: Tensor, scale: float, module: Module, name: str) -> Tensor:
-    """scale * tensor in at least float32: a 16-bit file must not be rounded a second time."""
-    if scale == 1:
-        return tensor
-    result = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * scale
-    if not result.isfinite().all():
-        raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
-    return result
-
-
-def _check_init(init: object) -> None:
-    if init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in SAME_BASE):
-        return
-    advice = "it changes the base weight; convert with save_pretrained(path_initial_model_for_weight_conversion=...)"
-    raise AdapterError("bad_config", f"found {init!r}, want true, false or one of {sorted(SAME_BASE)}; {advice}",
-                       key="init_lora_weights")  # fmt: skip
+    return common.build("DORA" if c["use_dora"] else less.upper() or "LORA", config, modules, read_one)

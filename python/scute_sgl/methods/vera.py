@@ -38,45 +38,53 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     c = common.settings(config, FIELDS, NEUTRAL)
     r = common.rank(c["r"])
     modules, saved = names.group(tensors, base, PARAMETERS, SHARED)
-    if c["save_projection"]:
-        A, B = _saved(saved, r)
-    else:
-        if saved:
-            # PEFT draws again and ignores these: the file and its config disagree on which matrices were trained with.
-            raise AdapterError("bad_config", f"found false, but the file holds {sorted(saved)}", key="save_projection")
-        if any(module.path != module.file_path for module in modules):
-            hint = "found false, but the adapter was trained on a wrapped base whose largest layers are unknown"
-            raise AdapterError("bad_config", hint, key="save_projection")
-        A, B = draw(c, r, base)
+    A, B = projections(c, (r, r), saved, SHARED, modules, base)
 
     def read_one(module: Module) -> Slots:
-        if module.is_embedding:
-            raise module.error("unsupported_method", "vera_lambda_b", "VeRA has no embedding layer")
+        common.refuse_embedding(module, "VeRA")
         e, d = module.need("vera_lambda_b", module.out_features), module.need("vera_lambda_d", r)
-        if A.device.type != "meta" and (A.shape[1] < (module.in_features or 0) or B.shape[0] < len(e)):
-            found = f"found vera_A of {A.shape[1]} inputs and vera_B of {B.shape[0]} outputs"
-            raise module.error("bad_shape", "", f"{found}, want at least {module.in_features} and {len(e)}")
-        return Slots(shared=SharedTerm(A, B, d=d, e=e))
+        return Slots(shared=term(A, B, d, e, module))
 
     return common.build("VERA", config, modules, read_one)
 
 
-def _saved(saved: dict[str, Tensor], r: int) -> tuple[Tensor, Tensor]:
-    for name, dim in (("vera_A", 0), ("vera_B", 1)):
-        if name not in saved:
-            hint = "not in the file, but save_projection is true"
-            raise AdapterError("missing_tensor", hint, key=f"base_model.{name}")
-        found = saved[name]
-        if found.dim() != 2 or found.shape[dim] != r or not found.is_floating_point():
-            want = f"({r}, inputs)" if dim == 0 else f"(outputs, {r})"
-            raise AdapterError("bad_shape", f"found {tuple(found.shape)}, want {want}", key=f"base_model.{name}")
-    return saved["vera_A"], saved["vera_B"]
+def term(A: Tensor, B: Tensor, d: Tensor, e: Tensor, module: Module) -> SharedTerm:
+    if A.device.type != "meta" and (A.shape[1] < (module.in_features or 0) or B.shape[0] < len(e)):
+        found = f"found an A of {A.shape[1]} inputs and a B of {B.shape[0]} outputs"
+        raise module.error("bad_shape", "", f"{found}, want at least {module.in_features} and {len(e)}")
+    return SharedTerm(A, B, d=d, e=e)
 
 
-def draw(config: dict, r: int, base: BaseShape | None) -> tuple[Tensor, Tensor]:
+def projections(
+    config: dict, ranks: tuple[int, int], saved: dict[str, Tensor], keys: tuple[str, str], modules: list[Module],
+    base: BaseShape | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A (ranks[0], inputs) and B (outputs, ranks[1]) that all modules share, from the file or drawn again."""
+    if config["save_projection"]:
+        return tuple(_saved(saved, key, dim, ranks[dim]) for dim, key in enumerate(keys))
+    if saved:
+        # PEFT draws again and ignores these: the file and its config disagree on which matrices were trained with.
+        raise AdapterError("bad_config", f"found false, but the file holds {sorted(saved)}", key="save_projection")
+    if any(module.path != module.file_path for module in modules):
+        hint = "found false, but the adapter was trained on a wrapped base whose largest layers are unknown"
+        raise AdapterError("bad_config", hint, key="save_projection")
+    return draw(config, ranks, base)
+
+
+def _saved(saved: dict[str, Tensor], key: str, dim: int, rank: int) -> Tensor:
+    if key not in saved:
+        raise AdapterError("missing_tensor", "not in the file, but save_projection is true", key=f"base_model.{key}")
+    found = saved[key]
+    if found.dim() != 2 or found.shape[dim] != rank or not found.is_floating_point():
+        want = f"({rank}, inputs)" if dim == 0 else f"(outputs, {rank})"
+        raise AdapterError("bad_shape", f"found {tuple(found.shape)}, want {want}", key=f"base_model.{key}")
+    return found
+
+
+def draw(config: dict, ranks: tuple[int, int], base: BaseShape | None) -> tuple[Tensor, Tensor]:
     """The pair that PEFT draws for these targets; without a base, placeholders on the meta device."""
     if base is None:
-        return torch.empty(r, 0, device="meta"), torch.empty(0, r, device="meta")
+        return torch.empty(ranks[0], 0, device="meta"), torch.empty(0, ranks[1], device="meta")
     key = config["projection_prng_key"]
     if not 0 <= key < 1 << 63:
         raise AdapterError("bad_config", f"found {key}, want 0 <= key < 2**63", key="projection_prng_key")
@@ -90,10 +98,11 @@ def draw(config: dict, r: int, base: BaseShape | None) -> tuple[Tensor, Tensor]:
     if not shapes:
         raise AdapterError("bad_config", "no module of the base is targeted", key="target_modules")
     inputs, outputs = (max(sizes) for sizes in zip(*shapes))
-    if max(inputs, outputs) * r > MAX_DRAW:
-        raise AdapterError("too_large", f"{r} x {max(inputs, outputs)} projections; want at most {MAX_DRAW}", key="r")
+    if max(ranks[0] * inputs, ranks[1] * outputs) > MAX_DRAW:
+        found = f"{max(ranks)} x {max(inputs, outputs)} projections"
+        raise AdapterError("too_large", f"{found}; want at most {MAX_DRAW}", key="r")
     generator = torch.Generator("cpu").manual_seed(key)
-    return tuple(_uniform(shape, generator).to(base.dtype) for shape in ((r, inputs), (outputs, r)))
+    return tuple(_uniform(shape, generator).to(base.dtype) for shape in ((ranks[0], inputs), (outputs, ranks[1])))
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

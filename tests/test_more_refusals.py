@@ -1,0 +1,129 @@
+"""Refusals of the methods of adapters_plain.py: fields, tensors and shapes.
+
+Each has its code, and its text names the key, what was found and what is allowed.
+"""
+
+import peft
+import pytest
+import torch
+from plain_files import BANK, FILES, THETA, VECTOR, read_changed
+from small_files import EMBED, PATH, key, refused
+
+from scute_sgl.methods import METHODS, common
+
+MAKERS = {
+    "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "BOFT": peft.BOFTConfig,
+    "DELORA": peft.DeloraConfig,
+    "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
+    "POLY": peft.PolyConfig, "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig,
+    "VBLORA": peft.VBLoRAConfig,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_the_unchanged_files_are_read(method):
+    (path,) = read_changed(method).modules
+    (alone,) = read_changed(method, base=None).modules
+    assert path == alone == PATH
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_fields_and_defaults_are_pefts(method):
+    """Each field of PEFT's config is read, neutral or refused here, and what is read has PEFT's default."""
+    config, module = MAKERS[method]().to_dict(), METHODS[method]
+    off = getattr(module, "OFF", common.OFF)
+    for name, value in config.items():
+        assert name in module.FIELDS or name in module.NEUTRAL | common.NEUTRAL or name in off, name
+        assert module.FIELDS.get(name) is None or module.FIELDS[name] == value, name
+        assert name not in off or common._is_off(value), name
+    common.settings(config | {"peft_type": method}, module.FIELDS, module.NEUTRAL, off)
+
+
+@pytest.mark.parametrize("method", FILES)
+@pytest.mark.parametrize("field", [{"modules_to_save": ["lm_head"]}, {"invented_number": 1}])
+def test_field_that_changes_the_result_is_refused_by_name(method, field):
+    with refused("bad_config", *field, "found", "want"):
+        read_changed(method, field)
+
+
+@pytest.mark.parametrize("method, name", [(m, name) for m, (_, file) in FILES.items() for name in file])
+def test_every_tensor_is_needed_and_its_shape_checked(method, name):
+    with refused("missing_tensor", "not in the file" if len(FILES[method][1]) > 1 else "no tensor of"):
+        read_changed(method, tensors={name: None})
+    found = FILES[method][1][name]
+    with refused("bad_shape", PATH if PATH in name else name, "found", "want"):
+        read_changed(method, tensors={name: found.new_ones(7, *found.shape[1:])})
+    with refused("bad_shape", str((1, *found.shape))):
+        read_changed(method, tensors={name: found[None]})
+
+
+@pytest.mark.parametrize("method", sorted(FILES.keys() - {"TINYLORA"}))
+def test_embeddings_are_refused_by_module(method):
+    moved = {k.replace(PATH, EMBED): t for k, t in FILES[method][1].items()}
+    with refused("unsupported_method", EMBED, "no embedding layer"):
+        read_changed(method, {"target_modules": None}, dict.fromkeys(FILES[method][1]) | moved)
+
+
+@pytest.mark.parametrize("method, config, code, fragments", [
+    ("ADALORA", {"init_r": 0}, "bad_config", ["init_r: found 0"]),
+    ("ADALORA", {"use_dora": True}, "bad_config", ["use_dora", "no AdaLoRA with DoRA"]),
+    ("ADALORA", {"lora_bias": True}, "bad_config", ["lora_bias"]),
+    ("ADALORA", {"use_qalora": True}, "bad_config", ["use_qalora"]),
+    ("ADALORA", {"rank_pattern": ["a"]}, "bad_config", ["rank_pattern", "['a']", "object"]),
+    ("ADALORA", {"rank_pattern": {PATH: [True] * 3}}, "bad_config", ["rank_pattern", PATH, ".lora_E with 3 booleans"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [True] * 2}}, "bad_config", ["rank_pattern", "[True, True]"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [1, 0, 1]}}, "bad_config", ["rank_pattern", "[1, 0, 1]"]),
+    ("ADALORA", {"rank_pattern": {"x.lora_E": [True] * 3}}, "bad_config", ["rank_pattern", "'x.lora_E'", "no such"]),
+    ("ADALORA", {"rank_pattern": {f"{PATH}.lora_E": [True, False, True]}}, "bad_shape", [PATH, "lora_A", "(2, 16)"]),
+    ("BEFT", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
+    ("BOFT", {"boft_block_size": 0}, "bad_config", ["boft_block_size: found 0", "boft_block_num=0"]),
+    ("BOFT", {"boft_block_num": 4}, "bad_config", ["boft_block_size: found 4", "boft_block_num=4"]),
+    ("BOFT", {"boft_block_size": 8}, "bad_shape", [PATH, "boft_R", "(1, 4, 4, 4)", "8"]),
+    ("BOFT", {"boft_n_butterfly_factor": 0}, "bad_config", ["boft_n_butterfly_factor: found 0"]),
+    ("BOFT", {"boft_n_butterfly_factor": 10**9}, "bad_config", ["boft_n_butterfly_factor"]),
+    ("BONE", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("BONE", {"init_weights": "mini"}, "bad_config", ["init_weights", "'mini'"]),
+    ("DELORA", {"r": 3}, "bad_shape", [PATH, "delora_A", "(4, 16)", "(3, 16)"]),
+    ("DELORA", {"rank_pattern": {"up_proj": 2}}, "bad_shape", [PATH, "delora_A", "(2, 16)"]),
+    ("GRALORA", {"gralora_k": 3}, "bad_config", ["r: found 4", "gralora_k=3"]),
+    ("GRALORA", {"r": 32, "gralora_k": 32}, "bad_config", [PATH, "gralora_k: found 32", "16 inputs"]),
+    ("GRALORA", {"r": 16, "gralora_k": 16}, "bad_config", [PATH, "gralora_k: found 16", "8 outputs"]),
+    ("GRALORA", {"hybrid_r": -1}, "bad_config", ["hybrid_r: found -1"]),
+    ("GRALORA", {"hybrid_r": 0}, "unknown_key", [PATH, "gralora_A_general.weight"]),
+    ("GRALORA", {"r": 1 << 14, "gralora_k": 4}, "bad_config", ["gralora_k * r + hybrid_r: found 65538"]),
+    ("GRALORA", {"exclude_modules": ["q_proj"]}, "bad_config", ["exclude_modules"]),
+    ("LOHA", {"r": 3}, "bad_shape", [PATH, "hada_w1_a", "(8, 2)", "(8, 3)"]),
+    ("LOHA", {"alpha_pattern": {"up_proj": "8"}}, "bad_config", ["alpha_pattern", "'8'"]),
+    ("LOHA", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
+    ("LOKR", {"r": 2}, "bad_shape", [PATH, "lokr_w2_a", "(4, 1)", "(any, 2)"]),
+    ("LOKR", {"rank_pattern": {"up_proj": 0}}, "bad_config", ["rank_pattern: found 0"]),
+    ("MISS", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
+    ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
+    ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),
+    ("POLY", {"n_tasks": 4}, "bad_config", ["task_id", "found None", "4 tasks", '"task_id": 0 to 3']),
+    ("POLY", {"n_tasks": 4, "task_id": 4}, "bad_config", ["task_id: found 4", "0 to 3"]),
+    ("POLY", {"n_tasks": 4, "task_id": -1}, "bad_config", ["task_id: found -1"]),
+    ("POLY", {"n_tasks": 4, "task_id": "1"}, "bad_config", ["task_id: found '1'"]),
+    ("POLY", {"n_tasks": 4, "task_id": 3}, "bad_shape", [PATH, "module_logits", "(1, 6)", "(4, 6)"]),
+    ("POLY", {"task_id": 1}, "bad_config", ["task_id: found 1", "1 tasks"]),
+    ("POLY", {"poly_type": "mhr"}, "bad_config", ["poly_type", "'mhr'", "'poly'"]),
+    ("POLY", {"n_splits": 3}, "bad_config", [PATH, "n_splits: found 3", "16 inputs"]),
+    ("POLY", {"n_splits": 16}, "bad_config", [PATH, "n_splits: found 16", "8 outputs"]),
+    ("TINYLORA", {"u": 4}, "bad_shape", [PATH, "tinylora_P", "(3, 2, 2)", "(4, 2, 2)"]),
+    ("TINYLORA", {"r": 3}, "bad_shape", [PATH, "tinylora_A", "(2, 16)", "(3, 16)"]),
+    ("TINYLORA", {"weight_tying": 1.5}, "bad_config", ["weight_tying", "1.5", "0 to 1"]),
+    ("TINYLORA", {"target_modules": ["up_proj"]}, "bad_config", ["layers.1.mlp.up_proj", "target_modules"]),
+    ("TINYLORA", {"target_modules": ["down_proj"]}, "bad_config", ["layers.0.mlp.down_proj", "target_modules"]),
+    ("TINYLORA", {"save_projection": False}, "unknown_key", [PATH, "tinylora_P"]),
+    ("UNILORA", {"theta_d_length": 4}, "bad_shape", [THETA, "(5,)", "(4,)"]),
+    ("UNILORA", {"save_indices": False}, "unknown_key", [PATH, "unilora_"]),
+    ("UNILORA", {"r": 3}, "bad_shape", [PATH, "unilora_indices_A", "(2, 16)", "(3, 16)"]),
+    ("VBLORA", {"topk": 0}, "bad_config", ["topk: found 0"]),
+    ("VBLORA", {"topk": 6}, "bad_config", ["topk: found 6", "5 vectors"]),
+    ("VBLORA", {"num_vectors": 4}, "bad_shape", [BANK, "(5, 4)", "(4, 4)"]),
+    ("VBLORA", {"save_only_topk_weights": True}, "missing_tensor", ["vblora_logits_A_topk_indices"]),
+])  # fmt: skip
+def test_config_refusals(method, config, code, fragments):
+    with refused(code, *fragments):
+        read_changed(method, config)
