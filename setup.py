@@ -20,8 +20,8 @@ CPU_SOURCES = [
     "csrc/cpu/plan.cpp",
     "csrc/cpu/shrink.cpp",
     "csrc/cpu/lookup.cpp",
+    "csrc/cpu/project.cpp",
     "csrc/cpu/expand.cpp",
-    "csrc/cpu/vera.cpp",
     "csrc/cpu/rotate.cpp",
 ]
 CUDA_SOURCES = [
@@ -29,7 +29,7 @@ CUDA_SOURCES = [
     "csrc/shrink.cu",
     "csrc/lookup.cu",
     "csrc/expand.cu",
-    "csrc/vera.cu",
+    "csrc/project.cu",
     "csrc/rotate.cu",
 ]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.cuh"))

@@ -102,7 +102,7 @@ class Bench:
             part.normal_(0, inputs**-0.5)
         self.arena, self.table, self.shared = values.view(torch.uint8), table.cuda(), shared.cuda()
         live = {"lora": layout.DELTA, "vera": layout.SHARED, "oft": layout.ROTATED}[self.kind]
-        self.slots = torch.tensor([[live, 0]] * tenants, dtype=torch.int32).cuda()
+        self.slots = torch.tensor([[live, 0, rank] for rank in workload.ranks], dtype=torch.int32).cuda()
         prefill = workload.rows > 256
         rows = torch.arange(workload.rows)
         self.row_slot = (rows * tenants // workload.rows if prefill else rows % tenants).int().cuda()
@@ -122,19 +122,21 @@ class Bench:
         ops.plan(self.row_slot, self.slots, self.tile_rows, self.plan)
 
     def run(self, part: str, n: int) -> None:
+        """"before": what reads the layer's input; "after": what updates its output; or both."""
         common = {"arena": self.arena, "table": self.table, "module": n * len(self.outputs)}
         tiles = {"plan": self.plan, "tile_rows": self.tile_rows}
-        if self.kind == "vera":
-            begins = [0] * len(self.outputs)
-            ops.vera(self.x, self.row_slot, sets=self.shared[n : n + 1], columns=self.columns, in_begin=0,
-                     out_begin=begins, v=self.v, y=self.y, **common, **tiles)  # fmt: skip
-        elif self.kind == "oft":
-            ops.rotate(self.x, self.row_slot, slices=len(self.outputs), out=self.rotated, **common)
-        else:
-            if part != "expand":
-                ops.shrink(self.x, slices=len(self.outputs), v=self.v, **common, **tiles)
-            if part != "shrink":
-                ops.expand(self.v, columns=self.columns, y=self.y, **common, **tiles)
+        slices, sets = len(self.outputs), self.shared[n : n + 1]
+        if self.kind == "oft":
+            ops.rotate(self.x, self.row_slot, slices=slices, out=self.rotated, **common)
+            return
+        outputs = {"columns": self.columns, "out_begin": [0] * slices, "sets": sets}
+        if part != "after" and self.kind == "lora":
+            ops.shrink(self.x, slices=slices, v=self.v, **common, **tiles)
+        elif part != "after":
+            ops.project(self.x, self.row_slot, sets=sets, slices=slices, in_begin=0, v=self.v, **common, **tiles)
+        if part != "before":
+            v, shared_v = (self.v, None) if self.kind == "lora" else (None, self.v)
+            ops.expand(v, shared_v, self.row_slot, y=self.y, **outputs, **common, **tiles)
 
 
 def graph_of(body) -> torch.cuda.CUDAGraph:
@@ -180,15 +182,15 @@ def time_ops(
         bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype, room)
         bench.make_plan()
         line = f"{name:24} {layer:8}"
-        for part in ("shrink", "expand", "pair") if bench.kind == "lora" else (bench.kind,):
+        for part in ("before", "after") if bench.kind != "oft" else ("before",):
 
             def body(bench=bench, part=part):
                 for n in range(bench.sets):
                     bench.run(part, n)
 
             taken = microseconds(graph_of(body))[0] / bench.sets
-            share = {"shrink": inputs * len(outputs), "expand": sum(outputs)}
-            read = bench.bytes * share.get(part, sum(share.values())) / sum(share.values())
+            share = {"before": inputs * (len(outputs) if bench.kind == "lora" else 1), "after": sum(outputs)}
+            read = bench.bytes * (share[part] / sum(share.values()) if bench.kind != "oft" else 1)
             row = {"workload": name, "layer": layer, "op": part, "us": taken, "bytes": read,
                    "gb_s": read / taken / 1e3, "share": read / taken / bandwidth}  # fmt: skip
             line += f" {part} {taken:6.2f} us [{row['share']:4.0%}]"
@@ -209,13 +211,22 @@ def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, roo
     ]
     for bench in benches:
         bench.make_plan()
+    beside = torch.cuda.Stream()
 
     def step(adapted: bool) -> None:
+        """As layers.py does: what needs only the layer's input runs beside its GEMM, rotations before it."""
+        main = torch.cuda.current_stream()
         for n in range(layers):
             for bench, weight in zip(benches, weights):
+                if adapted and bench.kind == "oft":
+                    bench.run("before", n)
+                beside.wait_stream(main)
                 torch.mm(bench.x, weight[n].T, out=bench.y)
-                if adapted:
-                    bench.run("pair", n)
+                if adapted and bench.kind != "oft":
+                    with torch.cuda.stream(beside):
+                        bench.run("before", n)
+                    main.wait_stream(beside)
+                    bench.run("after", n)
 
     base, adapted = microseconds(graph_of(lambda: step(False)), graph_of(lambda: step(True)))
     read = sum(bench.bytes for bench in benches) * layers

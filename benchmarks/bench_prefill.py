@@ -81,7 +81,7 @@ class Layer:
             part.normal_(0, inputs**-0.5)
         self.arena, self.table, self.shared = values.view(torch.uint8), table.cuda(), shared.cuda()
         live = {"vera": layout.SHARED, "oft": layout.ROTATED}.get(kind, layout.DELTA)
-        self.slots = torch.tensor([[live, 0]] * tenants, dtype=torch.int32).cuda()
+        self.slots = torch.tensor([[live, 0, size]] * tenants, dtype=torch.int32).cuda()
         rows = workload.rows
         self.row_slot = (torch.arange(rows) // workload.request % tenants).int().cuda()
         self.plan = torch.zeros(layout.plan_size(rows), dtype=torch.int32, device="cuda")
@@ -102,30 +102,31 @@ class Layer:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return {"vera": ("vera",), "oft": ("rotate",)}.get(self.workload.kind, ("shrink", "expand"))
+        return {"vera": ("project", "expand"), "oft": ("rotate",)}.get(self.workload.kind, ("shrink", "expand"))
 
     def least_bytes(self, part: str) -> float:
         """What the op has to read and write of its rows; weights, v and vectors stay in the cache."""
         rows, item = self.workload.rows, self.dtype.itemsize
         x, y = rows * self.inputs * item, 2 * rows * sum(self.outputs) * item
-        return {"shrink": x, "expand": y, "vera": x + y, "rotate": x * (1 + len(self.outputs))}[part]
+        return {"shrink": x, "project": x, "expand": y, "rotate": x * (1 + len(self.outputs))}[part]
 
     def run(self, n: int, *parts: str) -> None:
         common = {"arena": self.arena, "table": self.table, "module": n * len(self.outputs)}
         tiles = {"plan": self.plan, "tile_rows": TILE}
+        slices, sets = len(self.outputs), self.shared[n : n + 1]
         for part in parts or self.parts:
             if part == "shrink":
-                ops.shrink(self.x, slices=len(self.outputs), v=self.v, **common, **tiles)
+                ops.shrink(self.x, slices=slices, v=self.v, **common, **tiles)
             elif part == "expand":
                 if self.workload.kind == "separate":
                     self.y.addcmul_(self.y, self.scale[self.slot_index])
-                ops.expand(self.v, columns=self.columns, y=self.y, **common, **tiles)
-            elif part == "vera":
-                begins = [0] * len(self.outputs)
-                ops.vera(self.x, self.row_slot, sets=self.shared[n : n + 1], columns=self.columns, in_begin=0,
-                         out_begin=begins, v=self.v, y=self.y, **common, **tiles)  # fmt: skip
+                v, shared_v = (None, self.v) if self.workload.kind == "vera" else (self.v, None)
+                ops.expand(v, shared_v, self.row_slot, sets=sets, columns=self.columns, out_begin=[0] * slices, y=self.y,
+                           **common, **tiles)  # fmt: skip
+            elif part == "project":
+                ops.project(self.x, self.row_slot, sets=sets, slices=slices, in_begin=0, v=self.v, **common, **tiles)
             else:
-                ops.rotate(self.x, self.row_slot, slices=len(self.outputs), out=self.rotated, **common)
+                ops.rotate(self.x, self.row_slot, slices=slices, out=self.rotated, **common)
 
 
 def time_ops(workload: Workload, layers: dict[str, Layer], sets: int, bandwidth: float) -> list[dict]:

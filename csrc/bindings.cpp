@@ -17,11 +17,11 @@ TORCH_LIBRARY(scute, m) {
       "lookup(Tensor ids, Tensor arena, Tensor table, Tensor plan, int tile_rows, int module, int first_id, "
       "int held_ids, ScalarType dtype, Tensor(a!) v) -> ()");
   m.def(
-      "expand(Tensor v, Tensor arena, Tensor table, Tensor plan, int tile_rows, int module, int[] columns, "
-      "Tensor(a!) y) -> ()");
+      "project(Tensor x, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, int tile_rows, "
+      "int module, int slices, int in_begin, Tensor(a!) v) -> ()");
   m.def(
-      "vera(Tensor x, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, int tile_rows, "
-      "int module, int[] columns, int in_begin, int[] out_begin, Tensor(a!) v, Tensor(b!) y) -> ()");
+      "expand(Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, "
+      "int tile_rows, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
   m.def(
       "rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
 }
@@ -30,8 +30,8 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("plan", TORCH_FN(scute::cpu::plan));
   m.impl("shrink", TORCH_FN(scute::cpu::shrink));
   m.impl("lookup", TORCH_FN(scute::cpu::lookup));
+  m.impl("project", TORCH_FN(scute::cpu::project));
   m.impl("expand", TORCH_FN(scute::cpu::expand));
-  m.impl("vera", TORCH_FN(scute::cpu::vera));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
 }
 
@@ -40,8 +40,8 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("plan", TORCH_FN(scute::cuda::plan));
   m.impl("shrink", TORCH_FN(scute::cuda::shrink));
   m.impl("lookup", TORCH_FN(scute::cuda::lookup));
+  m.impl("project", TORCH_FN(scute::cuda::project));
   m.impl("expand", TORCH_FN(scute::cuda::expand));
-  m.impl("vera", TORCH_FN(scute::cuda::vera));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
 }
 #endif

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "layout.h"
 
@@ -47,7 +48,6 @@ inline bool has_shape(const at::Tensor& t, std::initializer_list<int64_t> want) 
                     [](int64_t wanted, int64_t size) { return wanted == -1 || wanted == size; });
 }
 
-inline int64_t plan_words(int64_t rows) { return kPlanHeader + 10 * rows; }
 inline int64_t chunks_of(int64_t inputs) { return (inputs + kChunk - 1) / kChunk; }
 
 inline void check_arena(const at::Tensor& like, const at::Tensor& arena, const at::Tensor& table) {
@@ -64,9 +64,9 @@ inline void check_arena(const at::Tensor& like, const at::Tensor& arena, const a
 inline void check_plan_words(const at::Tensor& like, const at::Tensor& plan, int64_t rows, int64_t tile_rows) {
   SCUTE_CHECK_DTYPE(plan, at::kInt);
   SCUTE_CHECK_DEVICE(plan, like);
-  SCUTE_CHECK_SHAPE(plan, plan_words(rows));
+  SCUTE_CHECK_SHAPE(plan, plan_size(rows));
   SCUTE_CHECK_CONTIGUOUS(plan);
-  TORCH_CHECK(tile_rows >= 1, "tile_rows is ", tile_rows, "; want at least 1");
+  TORCH_CHECK(tile_rows >= 1 && tile_rows <= kMostTileRows, "tile_rows is ", tile_rows, "; want 1 to ", kMostTileRows);
 }
 
 inline void check_row_slot(const at::Tensor& like, const at::Tensor& row_slot, int64_t rows) {
@@ -77,13 +77,13 @@ inline void check_row_slot(const at::Tensor& like, const at::Tensor& row_slot, i
 }
 
 inline void check_modules(const at::Tensor& table, int64_t module, int64_t slices) {
-  TORCH_CHECK(slices >= 1, "slices is ", slices, "; want at least 1");
+  TORCH_CHECK(slices >= 1 && slices <= kMaxSlices, "slices is ", slices, "; want 1 to ", kMaxSlices);
   TORCH_CHECK(module >= 0 && module + slices <= table.size(1), "modules ", module, " to ", module + slices - 1,
               " are asked for; want them within table's ", table.size(1));
 }
 
 // The partial sums: `chunks` of -1 means any number of them.
-inline void check_partials(const at::Tensor& like, const at::Tensor& v, int64_t rows, int64_t slices, int64_t chunks) {
+inline void check_sums(const at::Tensor& like, const at::Tensor& v, int64_t rows, int64_t slices, int64_t chunks) {
   SCUTE_CHECK_DTYPE(v, at::kFloat);
   SCUTE_CHECK_DEVICE(v, like);
   SCUTE_CHECK_SHAPE(v, -1, -1, -1);
@@ -91,7 +91,17 @@ inline void check_partials(const at::Tensor& like, const at::Tensor& v, int64_t 
   TORCH_CHECK(v.size(0) >= 1 && (chunks == -1 || v.size(0) == 1 || v.size(0) == chunks), "v has ", v.size(0),
               " chunks; want 1, or one for every ", kChunk, " inputs");
   TORCH_CHECK(v.size(1) >= rows, "v has ", v.size(1), " rows; want at least ", rows);
-  TORCH_CHECK(v.size(2) % slices == 0, "v has ", v.size(2), " columns; want a multiple of the ", slices, " slices");
+  TORCH_CHECK(v.size(2) % (4 * slices) == 0, "v has ", v.size(2), " columns; want a multiple of 4 for each of the ", slices,
+              " slices");
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "v begins at ", v.const_data_ptr(),
+              "; want a multiple of 16 bytes");
+}
+
+inline void check_sets(const at::Tensor& like, const at::Tensor& sets) {
+  SCUTE_CHECK_DTYPE(sets, at::kLong);
+  SCUTE_CHECK_DEVICE(sets, like);
+  SCUTE_CHECK_SHAPE(sets, -1, kSetFields);
+  SCUTE_CHECK_CONTIGUOUS(sets);
 }
 
 inline void check_input(const at::Tensor& x) {
@@ -101,18 +111,13 @@ inline void check_input(const at::Tensor& x) {
   TORCH_CHECK(x.size(1) > 0 && x.size(1) % 8 == 0, "x has ", x.size(1), " columns; want a positive multiple of 8");
 }
 
-inline void check_columns(const at::Tensor& y, at::IntArrayRef columns) {
-  TORCH_CHECK(columns.size() >= 2, "columns has ", columns.size(), " bounds; want one more than slices");
-  TORCH_CHECK(std::is_sorted(columns.begin(), columns.end()) && columns.front() >= 0 && columns.back() <= y.size(1),
-              "columns is ", columns, "; want ascending bounds within y's ", y.size(1), " columns");
-}
-
 inline void check_plan(const at::Tensor& row_slot, const at::Tensor& slots, int64_t tile_rows, const at::Tensor& plan) {
   check_row_slot(row_slot, row_slot, row_slot.numel());
   SCUTE_CHECK_DTYPE(slots, at::kInt);
   SCUTE_CHECK_DEVICE(slots, row_slot);
   SCUTE_CHECK_SHAPE(slots, -1, kSlotFields);
   SCUTE_CHECK_CONTIGUOUS(slots);
+  TORCH_CHECK(row_slot.numel() < kMostRows, "row_slot has ", row_slot.numel(), " rows; want fewer than ", kMostRows);
   check_plan_words(row_slot, plan, row_slot.numel(), tile_rows);
 }
 
@@ -122,7 +127,7 @@ inline void check_shrink(const at::Tensor& x, const at::Tensor& arena, const at:
   check_arena(x, arena, table);
   check_plan_words(x, plan, x.size(0), tile_rows);
   check_modules(table, module, slices);
-  check_partials(x, v, x.size(0), slices, chunks_of(x.size(1)));
+  check_sums(x, v, x.size(0), slices, chunks_of(x.size(1)));
 }
 
 inline void check_lookup(const at::Tensor& ids, const at::Tensor& arena, const at::Tensor& table,
@@ -135,44 +140,43 @@ inline void check_lookup(const at::Tensor& ids, const at::Tensor& arena, const a
   check_arena(ids, arena, table);
   check_plan_words(ids, plan, ids.size(0), tile_rows);
   check_modules(table, module, 1);
-  check_partials(ids, v, ids.size(0), 1, 1);
+  check_sums(ids, v, ids.size(0), 1, 1);
   TORCH_CHECK(held_ids >= 0, "held_ids is ", held_ids, "; want at least 0");
 }
 
-inline void check_expand(const at::Tensor& v, const at::Tensor& arena, const at::Tensor& table, const at::Tensor& plan,
-                         int64_t tile_rows, int64_t module, at::IntArrayRef columns, const at::Tensor& y) {
+inline void check_project(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena,
+                          const at::Tensor& table, const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows,
+                          int64_t module, int64_t slices, int64_t in_begin, const at::Tensor& v) {
+  check_input(x);
+  check_row_slot(x, row_slot, x.size(0));
+  check_arena(x, arena, table);
+  check_sets(x, sets);
+  check_plan_words(x, plan, x.size(0), tile_rows);
+  check_modules(table, module, slices);
+  check_sums(x, v, x.size(0), 1, chunks_of(x.size(1)));
+  TORCH_CHECK(in_begin >= 0 && in_begin % 8 == 0, "in_begin is ", in_begin, "; want a multiple of 8");
+}
+
+inline void check_expand(const std::optional<at::Tensor>& v, const std::optional<at::Tensor>& shared_v,
+                         const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
+                         const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows, int64_t module,
+                         at::IntArrayRef columns, at::IntArrayRef out_begin, const at::Tensor& y) {
+  const int64_t slices = static_cast<int64_t>(columns.size()) - 1;
   SCUTE_CHECK_SERVING_DTYPE(y);
   SCUTE_CHECK_SHAPE(y, -1, -1);
   SCUTE_CHECK_ROWS_CONTIGUOUS(y);
-  check_columns(y, columns);
+  TORCH_CHECK(slices >= 1, "columns has ", columns.size(), " bounds; want one more than slices");
+  TORCH_CHECK(std::is_sorted(columns.begin(), columns.end()) && columns.front() >= 0 && columns.back() <= y.size(1),
+              "columns is ", columns, "; want ascending bounds within y's ", y.size(1), " columns");
+  check_row_slot(y, row_slot, y.size(0));
   check_arena(y, arena, table);
+  check_sets(y, sets);
   check_plan_words(y, plan, y.size(0), tile_rows);
-  check_modules(table, module, columns.size() - 1);
-  check_partials(y, v, y.size(0), columns.size() - 1, -1);
-}
-
-inline void check_vera(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena,
-                       const at::Tensor& table, const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows,
-                       int64_t module, at::IntArrayRef columns, int64_t in_begin, at::IntArrayRef out_begin,
-                       const at::Tensor& v, const at::Tensor& y) {
-  check_input(x);
-  SCUTE_CHECK_DTYPE(y, x.scalar_type());
-  SCUTE_CHECK_DEVICE(y, x);
-  SCUTE_CHECK_SHAPE(y, x.size(0), -1);
-  SCUTE_CHECK_ROWS_CONTIGUOUS(y);
-  check_columns(y, columns);
-  check_row_slot(x, row_slot, x.size(0));
-  check_arena(x, arena, table);
-  SCUTE_CHECK_DTYPE(sets, at::kLong);
-  SCUTE_CHECK_DEVICE(sets, x);
-  SCUTE_CHECK_SHAPE(sets, -1, kSetFields);
-  SCUTE_CHECK_CONTIGUOUS(sets);
-  check_plan_words(x, plan, x.size(0), tile_rows);
-  check_modules(table, module, columns.size() - 1);
-  check_partials(x, v, x.size(0), 1, chunks_of(x.size(1)));
-  TORCH_CHECK(in_begin >= 0 && in_begin % 8 == 0, "in_begin is ", in_begin, "; want a multiple of 8");
-  TORCH_CHECK(out_begin.size() == columns.size() - 1, "out_begin has ", out_begin.size(), " entries; want ",
-              columns.size() - 1, ", one a slice");
+  check_modules(table, module, slices);
+  if (v) check_sums(y, *v, y.size(0), slices, -1);
+  if (shared_v) check_sums(y, *shared_v, y.size(0), 1, -1);
+  TORCH_CHECK(static_cast<int64_t>(out_begin.size()) == slices, "out_begin has ", out_begin.size(), " entries; want ",
+              slices, ", one a slice");
   TORCH_CHECK(std::all_of(out_begin.begin(), out_begin.end(), [](int64_t begin) { return begin >= 0; }),
               "out_begin is ", out_begin, "; want no negative entry");
 }

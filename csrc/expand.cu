@@ -4,31 +4,42 @@
 
 namespace scute::cuda {
 
-void expand(const Tensor& v, const Tensor& arena, const Tensor& table, const Tensor& plan, int64_t tile_rows,
-            int64_t module, IntArrayRef columns, Tensor& y) {
-  check_expand(v, arena, table, plan, tile_rows, module, columns, y);
-  const int64_t slices = columns.size() - 1;
-  TORCH_CHECK(slices <= kMaxSlices, "slices is ", slices, "; want at most ", kMaxSlices);
-  if (y.size(0) == 0) return;
+void expand(const std::optional<Tensor>& v, const std::optional<Tensor>& shared_v, const Tensor& row_slot,
+            const Tensor& arena, const Tensor& table, const Tensor& sets, const Tensor& plan, int64_t tile_rows,
+            int64_t module, IntArrayRef columns, IntArrayRef out_begin, Tensor& y) {
+  check_expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y);
+  if (y.size(0) == 0 || (!v && !shared_v)) return;
   const c10::cuda::CUDAGuard guard(y.device());
-  if (prefill::expand(v, arena, table, plan, tile_rows, module, columns, y)) return;  // what follows serves tiles of any size
-  const Plan view = plan_view(plan.data_ptr<int32_t>(), y.size(0));
+  const int64_t slices = columns.size() - 1;
+  if (prefill::expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y)) return;
 
-  ExpandParams p{};
-  p.v = v.const_data_ptr<float>();
-  p.v_chunk = v.stride(0);
-  p.v_row = v.stride(1);
-  p.v_slice = v.size(2) / slices;
-  p.chunks = static_cast<int>(v.size(0));
-  p.room = static_cast<int>(p.v_slice / 8 * 8);
-  p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
-  p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
-  p.modules = static_cast<int>(table.size(1));
-  p.slices = static_cast<int>(slices);
-  p.list.count = view.header;
-  p.list.tiles = view.tiles;
-  p.list.perm = view.perm;
-  launch_expand<false>(y, columns, tile_rows, table.size(0), p);
+  ExpandParams p = expand_params(row_slot, arena, table, sets, plan, module, columns, out_begin);
+  int64_t room = 0;
+  if (v) {
+    room = v->size(2) / slices;
+    p.own = {v->const_data_ptr<float>(), v->stride(0), v->stride(1), room, static_cast<int>(v->size(0))};
+  }
+  if (shared_v) {
+    room = std::max(room, shared_v->size(2));
+    p.shared = {shared_v->const_data_ptr<float>(), 0, shared_v->stride(1), 0, 1};
+  }
+  p.y = y.data_ptr();
+  p.y_stride = y.stride(0);
+  p.y_pairs = reinterpret_cast<uintptr_t>(p.y) % 4 == 0 && p.y_stride % 2 == 0;
+  for (int i = 0; i < p.slices; ++i) p.y_pairs &= p.columns[i] % 2 == 0;
+  TORCH_CHECK(p.units[p.slices] < (int64_t{1} << 31) / kWorkers, "y has ", y.size(1), " columns; want fewer than 2^27");
+  if (p.units[p.slices] == 0) return;
+  p.operand = operand_row(static_cast<int>(room));
+  const size_t smem = kTokens * p.operand;
+  TORCH_CHECK(smem <= 90 * 1024, "v has room for rank ", room, "; want at most about 2800");
+  const int64_t grid = std::min<int64_t>(p.workers, static_cast<int64_t>(multiprocessors()) * kExpandCtas);
+  SCUTE_CUDA_DISPATCH(y.scalar_type(), [&] {
+    if constexpr (sizeof(scalar_t) == 2) {
+      launch(expand_kernel<scalar_t>, grid, kExpandThreads, smem, true, p);
+    } else {
+      launch(expand_fp32_kernel, grid, kExpandThreads, 0, true, p);
+    }
+  });
 }
 
 }  // namespace scute::cuda

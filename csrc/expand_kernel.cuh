@@ -1,332 +1,389 @@
-// The kernels of expand and vera.
+// The kernels of the decode expand.
 #pragma once
 #include "expand.cuh"
 
 namespace scute::cuda {
 
-// The weights of an item that one warp has in flight: eight 16-byte registers a lane, in the order of its products.
-// Columns are the rows of a product (16), tokens its columns (8).
-struct ExpandLoad {
-  const char* b;  // this lane's first
-  int block;      // bytes from one rank block to the next
-  int blocks, width;  // what is left of them from there
+// Operands of a rank above 16 in shared memory: for each token [blocks of 8 ranks][high, low][8].
+__host__ __device__ __forceinline__ int operand_row(int room) { return (room + 31) / 32 * 32 * 4 + 16; }
 
-  template <typename T>
-  __device__ static ExpandLoad of(const ExpandItem& item, int shape) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int column = (shape == kDeep ? warp % 2 : warp) * (shape == kNarrow ? 128 : shape == kMiddle ? 64 : 32) + g;
-    const int block = shape == kNarrow ? t / 2 : shape == kDeep ? warp / 2 * 8 + t : t;
-    const char* b = static_cast<const char*>(item.b) + (block * item.block + column * 8) * 2;
-    return {shape == kNarrow ? b + t % 2 * 8 : b, item.block * 2, item.blocks - block, item.width - column};
-  }
-  // Ranks up to 16: product i has columns 16 i ..; a lane has 4 ranks of column g and 4 of column g + 8.
-  __device__ __forceinline__ void narrow(int i, uint4& w) const {
-    uint2 low = make_uint2(0, 0), high = low;
-    if (blocks > 0) {
-      if (i * 16 < width) low = load_weights8(b + i * 256);
-      if (i * 16 + 8 < width) high = load_weights8(b + i * 256 + 128);
+constexpr int kResultRow = kUnit + 8;
+
+template <typename T>
+struct ExpandShared {
+  float results[kExpandWarps][kTokens * kResultRow];
+  float unscale[kTokens];
+  Row<T> rows[kTokens];  // above rank 16
+};
+
+// The power of two that brings a row's largest value near 2^10: fp16 has few exponents. It depends on that row only.
+template <typename T>
+__device__ __forceinline__ int shift_of(float largest) {
+  if constexpr (!std::is_same_v<T, __half>) return 0;
+  const int exponent = __float_as_int(largest) >> 23 & 0xff;  // biased by 127
+  return largest > 0 && exponent < 255 ? max(-126, min(126, 127 + 10 - exponent)) : 0;
+}
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// A 16-bit number and what it misses of a value.
+template <typename T>
+__device__ __forceinline__ T part_of(float value, bool low) {
+  const T high = from_float<T>(value);
+  return low ? from_float<T>(value - to_float(high)) : high;
+}
+
+__device__ __forceinline__ void add(float4& sum, const float4& more) {
+  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+}
+
+// The sum of v's parts for four ranks of a row.
+__device__ __forceinline__ float4 sum_parts(const ExpandParams::Sums& sums, const float* from) {
+  float4 sum = *reinterpret_cast<const float4*>(from);
+#pragma unroll 4
+  for (int part = 1; part < sums.parts; ++part) add(sum, *reinterpret_cast<const float4*>(from + part * sums.part));
+  return sum;
+}
+
+// Up to 16 ranks: four of a row's sums as a lane needs them; the row's four lanes are neighbours.
+template <typename T>
+__device__ __forceinline__ uint2 narrow_operand(const float4& v, bool low, float& unscale) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  const int shift = shift_of<T>(largest);
+  const float scale = power_of_two(shift);
+  unscale = __shfl_sync(~0u, power_of_two(-shift), threadIdx.x % 4 * 8);  // of the token whose results the lane gets
+  return make_uint2(pack(part_of<T>(v.x * scale, low), part_of<T>(v.y * scale, low)),
+                    pack(part_of<T>(v.z * scale, low), part_of<T>(v.w * scale, low)));
+}
+
+// More ranks, or shared factors: all rows' operands in shared memory. First the sums, then each, in place, as two parts.
+template <typename T>
+__device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job& job, int slice, int rank8, char* operands,
+                                               ExpandShared<T>& s) {
+  const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows), fours = padded / 4;
+  const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * fours; i += kExpandThreads) {
+    const int token = quotient(i, fours), rank = (i - token * fours) * 4;
+    const Row<T>& r = s.rows[token];
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (rank < rank8 && (!job.shared || r.d)) {
+      sum = sum_parts(sums, sums.v + r.row * sums.row + slice * sums.slice + rank);
+      if (job.shared) {
+        const uint2 words = *reinterpret_cast<const uint2*>(r.d + rank);
+        const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
+        sum.x *= low.x, sum.y *= low.y, sum.z *= high.x, sum.w *= high.y;
+      }
     }
-    w = make_uint4(low.x, low.y, high.x, high.y);
+    *reinterpret_cast<float4*>(operands + token * p.operand + rank * 4) = sum;
   }
-  // Beyond: a lane has 8 ranks of a column. Registers i, i + 1 (even i) are columns g and g + 8 of one product, of
-  // columns 16 * .. on: four groups of them at 32 ranks, two groups at twice 32.
-  template <bool kKept>
-  __device__ __forceinline__ void wide(int i, bool middle, int pass, uint4& w) const {
-    const int group = middle ? i / 2 : i / 4, step = middle ? 0 : i / 2 % 2;
-    const int column = group * 16 + i % 2 * 8, from = pass * 16 + step * 4;
-    w = make_uint4(0, 0, 0, 0);
-    if (from < blocks && column < width) w = load_weights<kKept>(b + from * block + column * 16);
+  __syncthreads();
+  for (int token = threadIdx.x / 32; token < rows; token += kExpandWarps) {
+    float* row = reinterpret_cast<float*>(operands + token * p.operand);
+    float largest = 0;
+    for (int rank = lane; rank < rank8; rank += 32) largest = fmaxf(largest, fabsf(row[rank]));
+#pragma unroll
+    for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    const int shift = shift_of<T>(largest);
+    const float scale = power_of_two(shift);
+    if (lane == 0) s.unscale[token] = power_of_two(-shift);
+    for (int rank = lane; rank < padded; rank += 32) {
+      const float value = row[rank] * scale;
+      __syncwarp();
+      T* high = reinterpret_cast<T*>(row) + rank / 8 * 16 + rank % 8;
+      high[0] = from_float<T>(value);
+      high[8] = part_of<T>(value, true);
+      __syncwarp();
+    }
+  }
+}
+
+// Two neighbouring numbers of y of which `left` are there. What is rarely run is kept out of the way: between two layers
+// a kernel's instructions come from far.
+template <typename T>
+__device__ __noinline__ uint32_t load_some(const T* p, int left) {
+  return left > 0 ? pack(p[0], left > 1 ? p[1] : from_float<T>(0)) : 0;
+}
+template <typename T>
+__device__ __noinline__ void store_some(T* p, uint32_t pair, int left) {
+  if (left > 0) p[0] = reinterpret_cast<const T*>(&pair)[0];
+  if (left > 1) p[1] = reinterpret_cast<const T*>(&pair)[1];
+}
+
+// A lane's two columns of a unit, in four rows at a time: y is asked for before the products, and finished after them.
+template <typename T, bool kNarrow>
+struct Columns {
+  static constexpr int kRows = 4;
+  T* y;             // of row 0, the slice's first column
+  int64_t y_stride;
+  bool pairs;
+  int width, rows;
+  int low, high;    // rows of tokens lane / 8 and 4 + lane / 8
+  const T *scale, *bias;  // private factors
+  const ExpandShared<T>& s;
+  uint32_t before[kRows], e[kRows];
+
+  __device__ __forceinline__ T* at(int half, int token, int column) const {
+    return y + __shfl_sync(~0u, half ? high : low, token * 8) * y_stride + column;
+  }
+  __device__ __forceinline__ void ask(int half, int column) {
+    const bool whole = pairs && column + 2 <= width;
+#pragma unroll
+    for (int token = 0; token < kRows; ++token) {
+      if (half * kRows + token >= rows) break;
+      const T* from = at(half, token, column);
+      before[token] = whole ? *reinterpret_cast<const uint32_t*>(from) : load_some(from, width - column);
+      if constexpr (!kNarrow) {
+        const T* vector = s.rows[half * kRows + token].e;
+        e[token] = vector && column < width ? *reinterpret_cast<const uint32_t*>(vector + column) : 0;
+      }
+    }
+  }
+  __device__ __forceinline__ static float2 vector(const T* v, int column, bool there) {  // the arena has room behind it
+    return unpack<T>(v && there ? *reinterpret_cast<const uint32_t*>(v + column) : 0);
+  }
+  __device__ __forceinline__ void finish(int half, int column, const float* results) {
+    const bool there = column < width, whole = pairs && column + 2 <= width;
+    float2 by, add;
+    if constexpr (kNarrow) by = vector(scale, column, there), add = vector(bias, column, there);
+#pragma unroll
+    for (int token = 0; token < kRows; ++token) {
+      if (half * kRows + token >= rows) break;
+      float2 delta = *reinterpret_cast<const float2*>(results + (half * kRows + token) * kResultRow);
+      if constexpr (!kNarrow) {
+        const Row<T>& r = s.rows[half * kRows + token];
+        by = vector(r.scale, column, there), add = vector(r.bias, column, there);
+        if (r.shared) {
+          const float2 factor = unpack<T>(e[token]);
+          delta.x = r.e ? delta.x * factor.x : 0, delta.y = r.e ? delta.y * factor.y : 0;
+        }
+      }
+      const float2 was = unpack<T>(before[token]);
+      const uint32_t now = pack(from_float<T>(was.x + (fmaf(was.x, by.x, delta.x) + add.x)),
+                                from_float<T>(was.y + (fmaf(was.y, by.y, delta.y) + add.y)));
+      T* to = at(half, token, column);
+      if (whole) *reinterpret_cast<uint32_t*>(to) = now;
+      else store_some(to, now, width - column);
+    }
   }
 };
 
-template <typename T, bool kShared>
-__device__ __forceinline__ void load_item(const ExpandItem& item, uint4 (&w)[8]) {
-  const int shape = shape_of(item.blocks * 8);
-  const ExpandLoad load = ExpandLoad::of<T>(item, shape);
-  if (shape == kNarrow) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) load.narrow(i, w[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) load.template wide<kShared>(i, shape == kMiddle, 0, w[i]);
-  }
-}
+// The weights of a unit, or of 32 ranks of it, as the 16-row operand of tensor cores: columns are rows, four groups of
+// them. Lane 4 g + t has columns 16 i + g and 16 i + 8 + g: up to 16 ranks, four of rank block t / 2; else all of block t.
+template <bool kNarrow>
+struct UnitWeights {
+  uint4 w[kNarrow ? 4 : 8];
 
-// results: [2 at the deepest shape, else 1][token][columns + 4]. `sums` are of columns g and g + 8 from `column` on,
-// tokens 2 t and 2 t + 1.
-__device__ __forceinline__ void write_results(float* results, int row, int rows, int column, const float (&sums)[4]) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  template <typename T>
+  __device__ __forceinline__ void load(const Weights& weights, int step, int column, int width) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = kNarrow ? t / 2 : step * 4 + t;
+    const char* b = weights.b + (block * weights.block + (column + g) * 8) * 2 + (kNarrow ? t % 2 * 8 : 0);
+    const int there = block < weights.blocks ? width - column - g : 0;
+    if (there >= kUnit - 7 && width - column >= kUnit) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (2 * t + i % 2 < rows) results[(2 * t + i % 2) * row + column + i / 2 * 8 + g] = sums[i];
-}
-
-// Products of the item's weights with the operands. At the deepest shape a warp has half of the ranks.
-template <typename T, bool kShared>
-__device__ __forceinline__ void multiply(const ExpandItem& item, const char* operands, int operand, float* results, uint4 (&w)[8]) {
-  const int shape = shape_of(item.blocks * 8), row = shape_columns(shape) + 4, rows = item.rows;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  operands += g * operand;
-  if (shape == kNarrow) {
-    const uint2 high = *reinterpret_cast<const uint2*>(operands + t / 2 * 32 + t % 2 * 8);
-    const uint2 low = *reinterpret_cast<const uint2*>(operands + t / 2 * 32 + t % 2 * 8 + 16);
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kNarrow) {
+          const uint2 low = load_weights8(b + i * 256), high = load_weights8(b + i * 256 + 128);
+          w[i] = make_uint4(low.x, high.x, low.y, high.y);
+        } else {
+          w[2 * i] = load_weights(b + i * 256), w[2 * i + 1] = load_weights(b + i * 256 + 128);
+        }
+      }
+      return;
+    }
 #pragma unroll
+    for (auto& words : w) words = make_uint4(0, 0, 0, 0);
+    if (there <= 0) return;
+#pragma unroll 1
     for (int i = 0; i < 8; ++i) {
-      float sums[4] = {};
-      mma<T>(sums, w[i].x, w[i].z, w[i].y, w[i].w, high.x, high.y);
-      mma<T>(sums, w[i].x, w[i].z, w[i].y, w[i].w, low.x, low.y);
-      write_results(results, row, rows, warp * 128 + i * 16, sums);
-    }
-  } else if (shape == kMiddle) {
-    const uint4 high = *reinterpret_cast<const uint4*>(operands + t * 32);
-    const uint4 low = *reinterpret_cast<const uint4*>(operands + t * 32 + 16);
+      if (8 * i >= there) break;
+      const uint4 words = kNarrow ? make_uint4(load_weights8(b + i * 128).x, load_weights8(b + i * 128).y, 0, 0)
+                                  : load_weights(b + i * 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sums[4] = {};
-      mma32<T>(sums, w[2 * i], w[2 * i + 1], high);
-      mma32<T>(sums, w[2 * i], w[2 * i + 1], low);
-      write_results(results, row, rows, warp * 64 + i * 16, sums);
-    }
-  } else {
-    const ExpandLoad load = ExpandLoad::of<T>(item, shape);
-    const int passes = shape == kWide ? 1 : (item.blocks + 15) / 16, half = shape == kDeep ? warp / 2 : 0;
-    operands += (half * 8 + t) * 32;
-    float sums[2][4] = {};
-    for (int pass = 0; pass < passes; ++pass) {
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        const uint4 high = *reinterpret_cast<const uint4*>(operands + pass * 512 + step * 128);
-        const uint4 low = *reinterpret_cast<const uint4*>(operands + pass * 512 + step * 128 + 16);
-#pragma unroll
-        for (int group = 0; group < 2; ++group) {
-          uint4 &w0 = w[group * 4 + step * 2], &w1 = w[group * 4 + step * 2 + 1];
-          mma32<T>(sums[group], w0, w1, high);
-          mma32<T>(sums[group], w0, w1, low);
-          if (pass + 1 < passes) {
-            load.template wide<kShared>(group * 4 + step * 2, false, pass + 1, w0);
-            load.template wide<kShared>(group * 4 + step * 2 + 1, false, pass + 1, w1);
-          }
+      for (int j = 0; j < 4; ++j) {  // a register has no index
+        if constexpr (kNarrow) {
+          if (i == 2 * j) w[j].x = words.x, w[j].z = words.y;
+          if (i == 2 * j + 1) w[j].y = words.x, w[j].w = words.y;
+        } else {
+          if (i == 2 * j) w[2 * j] = words;
+          if (i == 2 * j + 1) w[2 * j + 1] = words;
         }
       }
     }
-    const int column = (shape == kDeep ? warp % 2 : warp) * 32;
+  }
+  // sums[i] of columns 16 i + g (0, 1) and 16 i + 8 + g (2, 3), the high and the low part of a token's v.
+  template <typename T, typename Operand>
+  __device__ __forceinline__ void multiply(const Operand& v, float (&sums)[4][4]) const {
 #pragma unroll
-    for (int group = 0; group < 2; ++group)
-      write_results(results + half * kTokens * row, row, rows, column + group * 16, sums[group]);
-  }
-}
-
-// The first `left` of four neighbouring numbers; zeros for the others.
-template <typename T>
-__device__ __noinline__ uint2 load_some(const T* p, int left) {
-  const T zero = from_float<T>(0);
-  return make_uint2(pack(p[0], left > 1 ? p[1] : zero), pack(left > 2 ? p[2] : zero, left > 3 ? p[3] : zero));
-}
-template <typename T>
-__device__ __forceinline__ void store_four(T* p, const float (&v)[4], int left, bool whole) {
-  if (whole) {
-    *reinterpret_cast<uint2*>(p) = make_uint2(pack(from_float<T>(v[0]), from_float<T>(v[1])),
-                                              pack(from_float<T>(v[2]), from_float<T>(v[3])));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i < left) p[i] = from_float<T>(v[i]);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void unpack_four(uint2 words, float (&v)[4]) {
-  const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
-  v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-}
-
-// A thread's part of an item's y: four columns, tokens `first`, + step, ...
-template <typename T>
-struct Fours {
-  int column, left, first, step;
-  T* y;
-
-  __device__ Fours(const ExpandParams& p, const ExpandItem& item) {
-    const int fours = shape_columns(shape_of(item.blocks * 8)) / 4;
-    column = threadIdx.x % fours * 4;
-    left = item.width - column;
-    first = threadIdx.x / fours;
-    step = kExpandThreads / fours;
-    y = static_cast<T*>(p.y) + p.columns[item.slice] + item.column + column;
-  }
-  // Of a vector of the tenant's, which begins at the item's first column.
-  __device__ __forceinline__ uint2 vector(const void* numbers) const {
-    if (!numbers || left <= 0) return make_uint2(0, 0);
-    const T* from = static_cast<const T*>(numbers) + column;
-    return left >= 4 ? *reinterpret_cast<const uint2*>(from) : load_some(from, left);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kNarrow) mma<T>(sums[i], w[i].x, w[i].y, w[i].z, w[i].w, v.x, v.y);
+      else mma32<T>(sums[i], w[2 * i], w[2 * i + 1], v);
+    }
   }
 };
 
-// Everything about an item that does not depend on what came before the launch: the weights come to registers.
-template <typename T, bool kShared>
-__device__ __forceinline__ void begin_item(const ExpandParams& p, const ExpandItem& item, uint4 (&w)[8], ExpandRows& rows) {
-  load_item<T, kShared>(item, w);
-  if (threadIdx.x < kTokens) {
-    look_up_row<T, kShared>(p, item, rows, threadIdx.x);
-  } else if (!kShared && threadIdx.x / 32 == 1) {
-    const int size = min(item.width, shape_columns(shape_of(item.blocks * 8))) * sizeof(T), at = threadIdx.x % 32 * 128;
-    if (item.scale && at < size) prefetch(static_cast<const char*>(item.scale) + at, 1);
-    if (item.bias && at < size) prefetch(static_cast<const char*>(item.bias) + at, 1);
+__device__ __forceinline__ void put_results(float* results, const float (&sums)[4][4], float unscale) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    results[16 * i] = (sums[i][0] + sums[i][1]) * unscale;
+    results[16 * i + 8] = (sums[i][2] + sums[i][3]) * unscale;
+  }
+}
+
+// One slice of a job. A product's eight columns are the high and the low parts of four tokens' v: pieces of more than four
+// rows take two products.
+template <typename T, bool kNarrow>
+__device__ __forceinline__ void expand_slice(const ExpandParams& p, const Job& job, const Weights& weights, const Row<T>& mine,
+                                             ExpandShared<T>& s, char* operands, int slice, int unit, int end) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int width = p.columns[slice + 1] - p.columns[slice], steps = kNarrow ? 1 : (weights.blocks + 3) / 4;
+  const bool many = job.rows > 4;
+  int high = -1;
+  if (many && lane / 8 + 4 < job.rows) high = (job.shared ? p.shared_perm : p.perm)[job.begin + 4 + lane / 8];
+  UnitWeights<kNarrow> w;
+  Columns<T, kNarrow> columns{static_cast<T*>(p.y) + p.columns[slice], p.y_stride, p.y_pairs, width, job.rows, mine.row, high,
+                              mine.scale, mine.bias, s};
+  unit += warp;
+  uint2 v[2];
+  float unscale[2];
+  if constexpr (kNarrow) {
+    const bool there = t / 2 < weights.blocks;
+    const float* from = p.own.v + slice * p.own.slice + t * 4;
+    float4 low_sum = make_float4(0, 0, 0, 0), high_sum = low_sum;
+    if (there && mine.row >= 0) low_sum = *reinterpret_cast<const float4*>(from + mine.row * p.own.row);
+    w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
+    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
+    if (there && mine.row >= 0) {
+#pragma unroll 4
+      for (int part = 1; part < p.own.parts; ++part)
+        add(low_sum, *reinterpret_cast<const float4*>(from + mine.row * p.own.row + part * p.own.part));
+    }
+    v[0] = narrow_operand<T>(low_sum, g % 2, unscale[0]);
+    if (many) {
+      if (there && high >= 0) high_sum = sum_parts(p.own, from + high * p.own.row);
+      v[1] = narrow_operand<T>(high_sum, g % 2, unscale[1]);
+    }
+  } else {
+    w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
+    __syncthreads();
+    if (warp == 0 && lane % 8 == 0) s.rows[lane / 8] = mine;
+    if (many && warp == 1 && lane % 8 == 0) {
+      Row<T> other = mine;
+      if (job.shared) other = shared_row<T>(p, job, 4 + lane / 8, slice);
+      other.row = high;
+      s.rows[4 + lane / 8] = other;
+    }
+    __syncthreads();
+    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
+    stage_operands<T>(p, job, slice, weights.blocks * 8, operands, s);
+    __syncthreads();
+    unscale[0] = s.unscale[t], unscale[1] = s.unscale[4 + t];
+  }
+  operands += g / 2 * p.operand + t * 32 + g % 2 * 16;
+  float* results = s.results[warp];
+#pragma unroll 1
+  while (unit < end) {
+    const int column = unit * kUnit, next = unit + kExpandWarps;
+    float sums[4][4] = {}, more[4][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (kNarrow) {
+        w.template multiply<T>(v[0], sums);
+        if (many) w.template multiply<T>(v[1], more);
+      } else {
+        w.template multiply<T>(*reinterpret_cast<const uint4*>(operands + step * 128), sums);
+        if (many) w.template multiply<T>(*reinterpret_cast<const uint4*>(operands + 4 * p.operand + step * 128), more);
+      }
+      const bool last = step + 1 == steps;
+      w.template load<T>(weights, last ? 0 : step + 1, last ? next * kUnit : column, last && next >= end ? 0 : width);
+    }
+    put_results(results + t * kResultRow + g, sums, unscale[0]);
+    if (many) put_results(results + (4 + t) * kResultRow + g, more, unscale[1]);
+    __syncwarp();
+#pragma unroll 1
+    for (int half = 0; half < 1 + many; ++half) {
+      if (half) columns.ask(1, column + 2 * lane);
+      columns.finish(half, column + 2 * lane, results + 2 * lane);
+    }
+    __syncwarp();
+    unit = next;
+    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
   }
 }
 
 // 16 bit: tensor cores. Only weights and tables are read before the wait; after it v, and y.
-template <typename T, bool kShared>
-__global__ void __launch_bounds__(kExpandThreads, 6) expand_kernel(const __grid_constant__ ExpandParams p) {
-  __shared__ ItemsShared<ExpandItem> work;
-  __shared__ ExpandRows both[2];
-  extern __shared__ __align__(16) unsigned char staging[];
+template <typename T>
+__global__ void __launch_bounds__(kExpandThreads, kExpandCtas) expand_kernel(const __grid_constant__ ExpandParams p) {
+  extern __shared__ __align__(16) char operands[];
+  __shared__ ExpandShared<T> s;
   pdl_trigger();
-  const int operand = operand_row(p.room);
-  float* results = reinterpret_cast<float*>(staging + kTokens * operand);
-  constexpr int kAhead = 4;  // rows of y asked for before they are needed
-
-  Items<ExpandItem, ExpandResolve<T, kShared>> items(work, {p});
-  bool waited = false;
-  for (int turn = 0; items.look_up();) {
-    const ExpandItem* next = items.next();
-    uint4 w[8];
-    if (next) begin_item<T, kShared>(p, *next, w, both[turn]);
-    if (!waited) pdl_wait();
-    waited = true;
-    for (; next; turn ^= 1) {
-      const ExpandItem& item = *next;
-      ExpandRows& rows = both[turn];
-      const Fours<T> own(p, item);
-      __syncthreads();
-      uint2 before[kAhead];
-      const bool whole = p.y_aligned && own.left >= 4;
-      const auto ask = [&](int token, uint2& four) {
-        if (whole && token < item.rows) four = *reinterpret_cast<const uint2*>(own.y + rows.row[token] * p.y_stride);
-      };
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) ask(own.first + i * own.step, before[i]);
-      const int shape = shape_of(item.blocks * 8), row = shape_columns(shape) + 4;
-      float* sums = reinterpret_cast<float*>(staging);
-      sum_chunks<T, kShared>(p, item, rows, results, sums, operand / 4);
-      split_sums<T>(item, rows, sums, operand / 4, shape_ranks(shape, item.blocks * 8));
-      __syncthreads();
-      multiply<T, kShared>(item, reinterpret_cast<const char*>(staging), operand, results, w);
-      float scale[4], bias[4];
-      if constexpr (!kShared) {
-        unpack_four<T>(own.vector(item.scale), scale);
-        unpack_four<T>(own.vector(item.bias), bias);
-      }
-
-      // The next item's weights are under way while this one's y is read and written.
-      next = items.next();
-      if (next) begin_item<T, kShared>(p, *next, w, both[turn ^ 1]);
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const int token = own.first + i * own.step;
-        if (token >= item.rows) break;
-        T* out = own.y + rows.row[token] * p.y_stride;
-        float y[4], e[4];
-        if (own.left > 0 && !whole) before[i % kAhead] = load_some(out, own.left);
-        unpack_four<T>(before[i % kAhead], y);
-        if (i + kAhead < kTokens) ask(token + kAhead * own.step, before[i % kAhead]);
-        if (own.left <= 0) continue;
-        if constexpr (kShared) {
-          if (!rows.e[token]) continue;
-          unpack_four<T>(own.vector(rows.e[token]), e);
+  const int token = threadIdx.x % 32 / 8;
+#pragma unroll 1
+  for (int worker = blockIdx.x; worker < p.workers; worker += gridDim.x) {
+    Job job = job_of(p, worker);
+    if (job.rows == 0) break;
+    if (worker == static_cast<int>(blockIdx.x)) pdl_wait();
+    if (!(job.shared ? p.shared : p.own).v) continue;
+#pragma unroll 1
+    for (; job.rows > 0; job.rows -= kTokens, job.begin += kTokens) {
+      for_each_slice(p, job, [&](int slice, int begin, int end) {
+        Weights weights;
+        Row<T> mine;
+        look_up<T>(p, job, token, slice, weights, mine);
+        bool any = mine.scale || mine.bias || mine.d || (!job.shared && weights.blocks);
+        if (job.shared && job.rows > 4) {
+          const Row<T> other = shared_row<T>(p, job, token + 4, slice);
+          any |= other.scale || other.bias || other.d;
         }
-        float4 delta = *reinterpret_cast<const float4*>(results + token * row + own.column);
-        if (shape == kDeep) {
-          const float4 rest = *reinterpret_cast<const float4*>(results + (kTokens + token) * row + own.column);
-          delta.x += rest.x, delta.y += rest.y, delta.z += rest.z, delta.w += rest.w;
-        }
-        const float d[4] = {delta.x, delta.y, delta.z, delta.w}, unscale = rows.unscale[token];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kShared) y[j] += d[j] * unscale * e[j];
-          else y[j] += fmaf(y[j], scale[j], d[j] * unscale) + bias[j];
-        }
-        store_four(out, y, whole ? 4 : own.left, whole);
-      }
+        if (!__ballot_sync(~0u, any)) return;
+        if (weights.blocks <= 2 && !job.shared) expand_slice<T, true>(p, job, weights, mine, s, operands, slice, begin, end);
+        else expand_slice<T, false>(p, job, weights, mine, s, operands, slice, begin, end);
+      });
     }
   }
+  pdl_wait();
 }
 
 // fp32: plain multiply-adds, one column a thread at a time.
-template <bool kShared>
 __global__ void __launch_bounds__(kExpandThreads) expand_fp32_kernel(const __grid_constant__ ExpandParams p) {
-  __shared__ ItemsShared<ExpandItem> work;
-  __shared__ ExpandRows rows;
-  extern __shared__ __align__(16) unsigned char staging[];
   pdl_trigger();
-  float* sums = reinterpret_cast<float*>(staging);
-  float* space = sums + kTokens * operand_row(p.room) / 4;
-  Items<ExpandItem, ExpandResolve<float, kShared>> items(work, {p});
   pdl_wait();
-  const ExpandItem* next = nullptr;
-  while ((next = items.next()) || items.look_up()) {
-    if (!next) continue;
-    const ExpandItem& item = *next;
-    __syncthreads();
-    if (threadIdx.x < kTokens) look_up_row<float, kShared>(p, item, rows, threadIdx.x);
-    __syncthreads();
-    sum_chunks<float, kShared>(p, item, rows, space, sums, operand_row(p.room) / 4);
-    __syncthreads();
-    for (int column = threadIdx.x; column < min(kUnitColumns, item.width); column += kExpandThreads) {
-      const float* b = static_cast<const float*>(item.b) + static_cast<int64_t>(column) * 8;
-      for (int token = 0; token < item.rows; ++token) {
-        float parts[8] = {};
-        for (int block = 0; block < item.blocks; ++block)
+#pragma unroll 1
+  for (int worker = blockIdx.x; worker < p.workers; worker += gridDim.x) {
+    const Job job = job_of(p, worker);
+    if (!(job.shared ? p.shared : p.own).v) continue;
+    for_each_slice(p, job, [&](int slice, int begin, int end) {
+      Weights weights;
+      Row<float> r;
+      look_up<float>(p, job, 0, slice, weights, r);
+      const int last = min(end * kUnit, p.columns[slice + 1] - p.columns[slice]);
+      for (int token = 0; token < job.rows; ++token) {
+        if (job.shared) r = shared_row<float>(p, job, token, slice);
+        else r.row = p.perm[job.begin + token];
+        const int blocks = job.shared && !r.d ? 0 : weights.blocks;
+        const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
+        const float* v = sums.v + r.row * sums.row + slice * sums.slice;
+        for (int column = begin * kUnit + threadIdx.x; column < last; column += kExpandThreads) {
+          const float* b = reinterpret_cast<const float*>(weights.b) + static_cast<int64_t>(column) * 8;
+          float parts[8] = {};
+          for (int block = 0; block < blocks; ++block)
 #pragma unroll
-          for (int i = 0; i < 8; ++i)
-            parts[i] = fmaf(b[block * item.block + i], sums[token * operand_row(p.room) / 4 + block * 8 + i], parts[i]);
-        float delta = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
-        float& y = (static_cast<float*>(p.y) + rows.row[token] * p.y_stride)[p.columns[item.slice] + item.column + column];
-        if constexpr (kShared) {
-          if (!rows.e[token]) continue;
-          delta *= static_cast<const float*>(rows.e[token])[column];
-        } else {
-          if (item.scale) delta = fmaf(y, static_cast<const float*>(item.scale)[column], delta);
-          if (item.bias) delta += static_cast<const float*>(item.bias)[column];
+            for (int i = 0; i < 8; ++i) {
+              float sum = v[block * 8 + i];
+              for (int part = 1; part < sums.parts; ++part) sum += v[part * sums.part + block * 8 + i];
+              parts[i] = fmaf(b[block * weights.block + i], job.shared ? sum * r.d[block * 8 + i] : sum, parts[i]);
+            }
+          float delta = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
+          if (blocks && r.e) delta *= r.e[column];
+          float& y = (static_cast<float*>(p.y) + r.row * p.y_stride)[p.columns[slice] + column];
+          if (r.scale) delta = fmaf(y, r.scale[column], delta);
+          if (r.bias) delta += r.bias[column];
+          y += delta;
         }
-        y += delta;
       }
-    }
+    });
   }
-}
-
-// Used by expand and by vera, which set everything but what is read off the tensors here.
-template <bool kShared>
-void launch_expand(at::Tensor& y, at::IntArrayRef columns, int64_t tile_rows, int64_t owners, ExpandParams p) {
-  p.y = y.data_ptr();
-  p.y_stride = y.stride(0);
-  p.y_aligned = reinterpret_cast<uintptr_t>(p.y) % 8 == 0 && p.y_stride % 4 == 0;
-  p.v_aligned = reinterpret_cast<uintptr_t>(p.v) % 16 == 0 && (p.v_chunk | p.v_row | p.v_slice) % 4 == 0;
-  std::copy(columns.begin(), columns.end(), p.columns);
-  int64_t units = 0;
-  for (int i = 0; i < p.slices; ++i) {
-    p.y_aligned &= p.columns[i] % 4 == 0;
-    p.units[i] = (p.columns[i + 1] - p.columns[i] + kUnitColumns - 1) / kUnitColumns;
-    units += p.units[i];
-  }
-  const bool tensor = y.element_size() == 2;
-  const int turns = tensor ? 1 << shape_of(p.room) : 1;
-  p.turn_step = kUnitStripes / turns;
-  divide_work(p.list, y.size(0), tile_rows, owners, units, turns);
-  const int smem = kTokens * operand_row(p.room) + kResultBytes;
-  p.fit = kResultBytes / 4 / p.chunks / 8 * 8;
-  TORCH_CHECK(p.fit > 0, "v has ", p.chunks, " chunks; want at most 500");
-  TORCH_CHECK(smem <= 90 * 1024, "v has room for rank ", p.room, "; want at most about 2500");
-  static const int ctas = tuned("SCUTE_EXPAND_CTAS", 6);
-  const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * ctas);
-  if (grid == 0) return;
-  SCUTE_CUDA_DISPATCH(y.scalar_type(), [&] {
-    if constexpr (sizeof(scalar_t) == 2) {
-      launch(expand_kernel<scalar_t, kShared>, grid, kExpandThreads, smem, true, p);
-    } else {
-      launch(expand_fp32_kernel<kShared>, grid, kExpandThreads, smem, true, p);
-    }
-  });
 }
 
 }  // namespace scute::cuda

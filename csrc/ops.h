@@ -3,6 +3,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace scute {
 
 using at::IntArrayRef;
@@ -17,12 +19,13 @@ using LookupOp = void(const Tensor& ids, const Tensor& arena, const Tensor& tabl
                       int64_t tile_rows, int64_t module, int64_t first_id, int64_t held_ids, at::ScalarType dtype,
                       Tensor& v);
 
-using ExpandOp = void(const Tensor& v, const Tensor& arena, const Tensor& table, const Tensor& plan,
-                      int64_t tile_rows, int64_t module, IntArrayRef columns, Tensor& y);
+using ProjectOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                       const Tensor& sets, const Tensor& plan, int64_t tile_rows, int64_t module, int64_t slices,
+                       int64_t in_begin, Tensor& v);
 
-using VeraOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
-                    const Tensor& sets, const Tensor& plan, int64_t tile_rows, int64_t module, IntArrayRef columns,
-                    int64_t in_begin, IntArrayRef out_begin, Tensor& v, Tensor& y);
+using ExpandOp = void(const std::optional<Tensor>& v, const std::optional<Tensor>& shared_v, const Tensor& row_slot,
+                      const Tensor& arena, const Tensor& table, const Tensor& sets, const Tensor& plan,
+                      int64_t tile_rows, int64_t module, IntArrayRef columns, IntArrayRef out_begin, Tensor& y);
 
 using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
                       int64_t module, int64_t slices, Tensor& out);
@@ -31,8 +34,8 @@ namespace cpu {
 PlanOp plan;
 ShrinkOp shrink;
 LookupOp lookup;
+ProjectOp project;
 ExpandOp expand;
-VeraOp vera;
 RotateOp rotate;
 }  // namespace cpu
 
@@ -40,8 +43,8 @@ namespace cuda {
 PlanOp plan;
 ShrinkOp shrink;
 LookupOp lookup;
+ProjectOp project;
 ExpandOp expand;
-VeraOp vera;
 RotateOp rotate;
 }  // namespace cuda
 

@@ -27,12 +27,14 @@ __device__ __forceinline__ const Entry* slot_entry(const Tenants& t, int slot, i
   return t.table + static_cast<int64_t>(slot) * t.modules + slice;
 }
 
-// The entry of a row whose tenant has a shared term in the slice, else null.
-__device__ __forceinline__ const Entry* sharing_entry(const Tenants& t, int row, int slice) {
+// Shared factors: the entry of a row's own tenant, null if it has none; and of one that has a shared term in the slice.
+__device__ __forceinline__ const Entry* row_entry(const Tenants& t, int row, int slice) {
   const int slot = t.row_slot[row];
-  if (slot < 0 || slot >= t.slots) return nullptr;
-  const Entry* entry = slot_entry(t, slot, slice);
-  return entry->d == kAbsent ? nullptr : entry;
+  return slot < 0 || slot >= t.slots ? nullptr : slot_entry(t, slot, slice);
+}
+__device__ __forceinline__ const Entry* sharing_entry(const Tenants& t, int row, int slice) {
+  const Entry* entry = row_entry(t, row, slice);
+  return !entry || entry->d == kAbsent ? nullptr : entry;
 }
 
 // What the host half has in hand; `sets` and `row_slot` are null for private factors.

@@ -11,9 +11,9 @@ constexpr int kScale = kPieces, kBias = kPieces + 1, kHeld = kPieces + 2;  // an
 
 struct ExpandParams {
   Tenants t;
-  const float* v;    // (chunks, rows, ...); slices v_slice apart
-  int64_t v_chunk, v_row, v_slice;
-  int chunks, room;  // room: rank blocks that v has, rounded up to an even number
+  const float* v;    // (rows, ...); slices v_slice apart
+  int64_t v_row, v_slice;
+  int room;          // rank blocks that v has, rounded up to an even number
   void* y;           // (rows, ...), y_stride elements between rows
   int64_t y_stride;
   bool y_aligned;    // every slice's first column in every row, to 16 bytes
@@ -43,12 +43,16 @@ __device__ __forceinline__ void locate(const ExpandParams& p, int64_t at, Work<T
   w.tile = tile, w.slice = slice, w.begin = held.begin, w.rows = held.rows, w.slot = held.slot;
   w.blocks = -1;
   if constexpr (kShared) {
-    bool any = false;
-    for (int i = threadIdx.x % 32; i < held.rows; i += 32)
-      any |= sharing_entry(p.t, p.t.perm[held.begin + i], slice) != nullptr;
+    bool any = false, shares = false;
+    for (int i = threadIdx.x % 32; i < held.rows; i += 32) {
+      const Entry* entry = row_entry(p.t, p.t.perm[held.begin + i], slice);
+      if (!entry) continue;
+      shares |= entry->d != kAbsent;
+      any |= entry->d != kAbsent || entry->scale != kAbsent || entry->bias != kAbsent;
+    }
     if (!__ballot_sync(~0u, any)) return;
     const SharedSet& set = p.t.sets[held.slot];
-    w.blocks = static_cast<int>(set.rank) / 8;
+    w.blocks = __ballot_sync(~0u, shares) ? static_cast<int>(set.rank) / 8 : 0;
     w.b_block = set.out * 8;
     w.b = reinterpret_cast<const T*>(p.t.arena + set.b) + p.out_begin[slice] * 8;
   } else {

@@ -1,4 +1,4 @@
-// y += y * scale + bias + B v for many rows with private factors; y += e * (B (d * v)) with shared ones (kShared).
+// y += y * scale + bias + B v for many rows with private factors; with shared ones (kShared) B (d * v) times e.
 //
 // Grid: a fixed number of CTAs. The blocks of 256 columns of all slices of all tiles lie on a line, a tile's blocks one
 // after another; CTA b owns the b-th of gridDim.x equal stretches of it. y and the first weights of a block are asked for
@@ -12,7 +12,7 @@ namespace scute::cuda::prefill {
 struct ExpandShared {
   int row[kTileRows];
   float unscale[kTileRows];
-  const void* e[kTileRows];  // shared factors: null for a row that has none
+  const Entry* entry[kTileRows];  // shared factors: the row's own; null: nobody's row
 };
 
 // v of a tile and slice as tensor cores take it, 16 bit in two parts: [rank block][row][8 ranks]. fp16 has few
@@ -26,17 +26,15 @@ __device__ __forceinline__ void stage_v(const ExpandParams& p, const Work<T>& w,
     const T* d = nullptr;
     bool live = row >= 0 && w.blocks > 0;
     if constexpr (kShared) {
-      const Entry* entry = row >= 0 ? sharing_entry(p.t, row, w.slice) : nullptr;
-      live &= entry != nullptr;
-      if (entry) d = reinterpret_cast<const T*>(p.t.arena + entry->d);
-      if (q == 0) s.e[i] = entry ? p.t.arena + entry->e : nullptr;
+      const Entry* entry = row >= 0 ? row_entry(p.t, row, w.slice) : nullptr;
+      live &= entry && entry->d != kAbsent;
+      if (live) d = reinterpret_cast<const T*>(p.t.arena + entry->d);
+      if (q == 0) s.entry[i] = entry;
     }
     const float* v = p.v + row * p.v_row + w.slice * p.v_slice + q;
     const auto value = [&](int block) {
       if (!live || block >= w.blocks) return 0.0f;
-      float sum = v[block * 8];
-      for (int chunk = 1; chunk < p.chunks; ++chunk) sum += v[chunk * p.v_chunk + block * 8];
-      return kShared ? sum * to_float(d[block * 8 + q]) : sum;
+      return kShared ? v[block * 8] * to_float(d[block * 8 + q]) : v[block * 8];
     };
     int shift = 0;
     if constexpr (std::is_same_v<T, __half>) {
@@ -84,26 +82,29 @@ __device__ __forceinline__ void finish(const ExpandParams& p, const Work<T>& w, 
   const int lane = threadIdx.x % 32, column = warp_column(w) + lane % 4 * 8, width = width_of(p, w);
   if (column >= width) return;
   const bool vector = whole(p, w, column);
-  Eight<T> scale{}, bias{};
-  bool scaled = false, biased = false;
+  Eight<T> scale{}, bias{}, e{};
+  bool scaled = false, biased = false, shares = false;
   if constexpr (!kShared) {
     const Entry* entry = slot_entry(p.t, w.slot, w.slice);
     scaled = entry->scale != kAbsent, biased = entry->bias != kAbsent;
     if (scaled) scale.words = held[kScale * kExpandThreads];
     if (biased) bias.words = held[kBias * kExpandThreads];
   }
-  Eight<T> e[kPieces / 2];  // of rows of different tenants: several under way at a time
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int at = i * 8 + lane / 4;
-    if constexpr (kShared) {
-      if (i % 4 == 0)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (s.e[at + j * 8]) e[j].words = load_weights(static_cast<const T*>(s.e[at + j * 8]) + column);
-      if (!s.e[at]) continue;
-    }
     if (at >= w.rows) break;
+    if constexpr (kShared) {
+      const Entry* entry = s.entry[at];
+      if (!entry) continue;
+      const auto vector_of = [&](int64_t offset, Eight<T>& eight) {
+        if (offset == kAbsent) return false;
+        eight.words = load_weights(reinterpret_cast<const T*>(p.t.arena + offset) + column);
+        return true;
+      };
+      scaled = vector_of(entry->scale, scale), biased = vector_of(entry->bias, bias);
+      shares = entry->d != kAbsent && vector_of(entry->e, e);
+    }
     T* y = output(p, w, s.row[at], column);
     Eight<T> piece{};
     if (vector) {
@@ -118,12 +119,9 @@ __device__ __forceinline__ void finish(const ExpandParams& p, const Work<T>& w, 
     for (int c = 0; c < 8; ++c) {
       const float before = to_float(piece[c]);
       float delta = sums[i / 2][c / 2][i % 2 * 2 + c % 2] * unscale;
-      if constexpr (kShared) {
-        delta *= to_float(e[i % 4][c]);
-      } else {
-        if (scaled) delta = fmaf(before, to_float(scale[c]), delta);
-        if (biased) delta += to_float(bias[c]);
-      }
+      if constexpr (kShared) delta = shares ? delta * to_float(e[c]) : 0;
+      if (scaled) delta = fmaf(before, to_float(scale[c]), delta);
+      if (biased) delta += to_float(bias[c]);
       piece[c] = from_float<T>(before + delta);
     }
     if (vector) {
@@ -203,8 +201,7 @@ template <bool kShared>
 void launch_expand(const at::Tensor& v, const Tenants& t, at::IntArrayRef columns, at::IntArrayRef out_begin,
                    at::Tensor& y) {
   const int64_t v_slice = kShared ? v.size(2) : v.size(2) / t.slices;
-  ExpandParams p{t, v.const_data_ptr<float>(), v.stride(0), v.stride(1), kShared ? 0 : v_slice};
-  p.chunks = static_cast<int>(v.size(0));
+  ExpandParams p{t, v.const_data_ptr<float>(), v.stride(1), kShared ? 0 : v_slice};
   p.room = std::max(2, static_cast<int>((v_slice / 8 + 1) / 2 * 2));
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);
@@ -223,12 +220,19 @@ void launch_expand(const at::Tensor& v, const Tenants& t, at::IntArrayRef column
                          [&] { launch(expand_kernel<scalar_t, kShared>, grid, kExpandThreads, smem, true, p); });
 }
 
-// False if this path does not serve what is asked for.
-inline bool expand(const at::Tensor& v, const at::Tensor& arena, const at::Tensor& table, const at::Tensor& plan,
-                   int64_t tile_rows, int64_t module, at::IntArrayRef columns, at::Tensor& y) {
+// False if this path does not serve what is asked for. No row has both private and shared factors.
+inline bool expand(const std::optional<at::Tensor>& v, const std::optional<at::Tensor>& shared_v,
+                   const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table, const at::Tensor& sets,
+                   const at::Tensor& plan, int64_t tile_rows, int64_t module, at::IntArrayRef columns,
+                   at::IntArrayRef out_begin, at::Tensor& y) {
   const int64_t slices = columns.size() - 1;
-  if (!serves(y, tile_rows, slices) || !expand_fits(v.size(2) / slices)) return false;
-  launch_expand<false>(v, tenants_of(arena, table, plan, y.size(0), module, slices), columns, {}, y);
+  if (!serves(y, tile_rows, slices) || (v && (v->size(0) > 1 || !expand_fits(v->size(2) / slices))) ||
+      (shared_v && (shared_v->size(0) > 1 || !expand_fits(shared_v->size(2))))) return false;
+  if (v) launch_expand<false>(*v, tenants_of(arena, table, plan, y.size(0), module, slices), columns, {}, y);
+  if (shared_v) {
+    const Tenants t = tenants_of(arena, table, plan, y.size(0), module, slices, &sets, &row_slot);
+    launch_expand<true>(*shared_v, t, columns, out_begin, y);
+  }
   return true;
 }
 

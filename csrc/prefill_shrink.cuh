@@ -1,8 +1,8 @@
-// Partial sums v[row][rank] = A x for many rows, private factors or (kShared) one for all slices.
+// v[row][rank] = A x for many rows, private factors or (kShared) one for all slices.
 //
 // Grid: a cluster of 1 to 8 CTAs for each (tile of 64 rows, group of up to 64 ranks), groups innermost; the groups of all
 // slices of a fused layer follow one another, so that small ranks read x once. The CTAs of a cluster take
-// the 512-input chunks in turn. After each round they add that round's sums in the order of the chunks, every CTA
+// the chunks of kRound inputs in turn. After each round they add that round's sums in the order of the chunks, every CTA
 // for its part of the rows: a row's bits depend neither on its neighbours nor on the size of the cluster.
 #pragma once
 #include "cluster.cuh"
@@ -14,17 +14,18 @@ constexpr int kShrinkThreads = 128;  // each of the four warps has 16 rows
 constexpr int kGroup = 8;            // rank blocks of a group
 constexpr int kStep = 64;            // inputs of a stage
 constexpr int kStages = 4;
-constexpr int kSteps = kChunk / kStep;
+constexpr int kRound = 512;          // inputs that a CTA sums before sums are added up
+constexpr int kSteps = kRound / kStep;
 constexpr int kMaxCluster = 8;
 
 struct ShrinkParams {
   Tenants t;
   const void* x;  // (rows, in), x_stride elements between rows, 16-byte aligned
   int64_t x_stride;
-  float* v;       // (chunks, rows, slices * v_slice)
-  int64_t v_chunk, v_row, v_slice;
+  float* v;       // (rows, slices * v_slice)
+  int64_t v_row, v_slice;
   bool v_aligned;
-  int in, in_begin, chunks;
+  int in, in_begin;
   int groups, room;  // most groups of a tile; most rank blocks of a group
 };
 
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 4) shrink_kernel(const __grid_
   float4* totals = reinterpret_cast<float4*>(buffers + 2 * sum_floats);
 
   const int peers = cluster_size(), peer = cluster_rank(), lane = threadIdx.x % 32;
-  const int all_chunks = (p.in + kChunk - 1) / kChunk, rounds = (all_chunks + peers - 1) / peers;
+  const int all_chunks = (p.in + kRound - 1) / kRound, rounds = (all_chunks + peers - 1) / peers;
   const int steps = (all_chunks - peer + peers - 1) / peers * kSteps;  // of this CTA
   const int owned = kTileRows / peers;                                 // rows whose totals this CTA adds up
   int turn = 0;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kShrinkThreads, 4) shrink_kernel(const __grid_
     const int blocks = s.blocks, width = blocks * 8;
     int ahead = 0;
     const auto fetch = [&] {
-      const int input = (ahead / kSteps * peers + peer) * kChunk + ahead % kSteps * kStep;
+      const int input = (ahead / kSteps * peers + peer) * kRound + ahead % kSteps * kStep;
       if (ahead < steps) loader.load(stages + ahead % kStages * stage_units, input);
       cp_async_commit();
       ++ahead;
@@ -201,19 +202,18 @@ __global__ void __launch_bounds__(kShrinkThreads, 4) shrink_kernel(const __grid_
       // before everybody has read this one.
       if (peers == 1) __syncthreads();
       else cluster_sync();
-      const bool split = p.chunks > 1, last = round + 1 == rounds;
+      const bool last = round + 1 == rounds;
       for (int i = threadIdx.x; i < owned * width / 4; i += kShrinkThreads) {
         const int at = peer * owned * width / 4 + i, row = s.row[at / (width / 4)], rank = at % (width / 4) * 4;
         if (row < 0) continue;
-        float4 total = round && !split ? totals[i] : make_float4(0, 0, 0, 0);
+        float4 total = round ? totals[i] : make_float4(0, 0, 0, 0);
         for (int other = 0; other < peers && round * peers + other < all_chunks; ++other) {
           const float* from = peers == 1 ? mine : peer_address(mine, other);
           const float4 sum = reinterpret_cast<const float4*>(from)[at];
           total.x += sum.x, total.y += sum.y, total.z += sum.z, total.w += sum.w;
         }
-        if (split || last) {
-          float* v = p.v + (split ? round * p.v_chunk : 0) + row * p.v_row + s.column[rank / 8] + rank % 8;
-          store4(v, total, p.v_aligned);
+        if (last) {
+          store4(p.v + row * p.v_row + s.column[rank / 8] + rank % 8, total, p.v_aligned);
         } else {
           totals[i] = total;
         }
@@ -230,16 +230,15 @@ inline int cluster_for(int64_t items, int chunks) {
   return peers;
 }
 
-// v has `chunks` parts of `slices` slices each: one slice of it serves all of the layer's if the factors are shared.
+// One slice of v serves all of the layer's if the factors are shared.
 template <bool kShared>
 void launch_shrink(const at::Tensor& x, const Tenants& t, int in_begin, at::Tensor& v) {
   const int64_t v_slices = kShared ? 1 : t.slices, rows = x.size(0);
-  ShrinkParams p{t, x.const_data_ptr(), x.stride(0), v.data_ptr<float>(), v.stride(0), v.stride(1)};
+  ShrinkParams p{t, x.const_data_ptr(), x.stride(0), v.data_ptr<float>(), v.stride(1)};
   p.v_slice = v.size(2) / v_slices;
   p.v_aligned = reinterpret_cast<uintptr_t>(p.v) % 16 == 0 && (p.v_row | p.v_slice) % 4 == 0;
   p.in = static_cast<int>(x.size(1));
   p.in_begin = in_begin;
-  p.chunks = static_cast<int>(v.size(0));
   const int most = std::max(1, static_cast<int>(p.v_slice / 8 * v_slices));
   p.groups = (most + kGroup - 1) / kGroup;
   p.room = std::min(most, kGroup);
@@ -247,7 +246,7 @@ void launch_shrink(const at::Tensor& x, const Tenants& t, int in_begin, at::Tens
   const int64_t likely = (rows + kTileRows - 1) / kTileRows * p.groups;
   SCUTE_PREFILL_DISPATCH(x.scalar_type(), [&] {
     static const bool clusters = knows_clusters(shrink_kernel<scalar_t, kShared>);
-    const int peers = clusters && p.chunks == 1 ? cluster_for(likely, static_cast<int>(chunks_of(p.in))) : 1;
+    const int peers = clusters ? cluster_for(likely, (p.in + kRound - 1) / kRound) : 1;
     const int64_t count = std::min<int64_t>(items, 64 * multiprocessors() / peers);
     launch_clusters(shrink_kernel<scalar_t, kShared>, count, peers, kShrinkThreads, shrink_bytes(p.room, peers), p);
   });
@@ -256,8 +255,16 @@ void launch_shrink(const at::Tensor& x, const Tenants& t, int in_begin, at::Tens
 // False if this path does not serve what is asked for.
 inline bool shrink(const at::Tensor& x, const at::Tensor& arena, const at::Tensor& table, const at::Tensor& plan,
                    int64_t tile_rows, int64_t module, int64_t slices, at::Tensor& v) {
-  if (!serves(x, tile_rows, slices) || !rows_aligned(x)) return false;
+  if (!serves(x, tile_rows, slices) || !rows_aligned(x) || v.size(0) > 1) return false;
   launch_shrink<false>(x, tenants_of(arena, table, plan, x.size(0), module, slices), 0, v);
+  return true;
+}
+inline bool project(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
+                    const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows, int64_t module, int64_t slices,
+                    int64_t in_begin, at::Tensor& v) {
+  if (!serves(x, tile_rows, slices) || !rows_aligned(x) || v.size(0) > 1) return false;
+  const Tenants t = tenants_of(arena, table, plan, x.size(0), module, slices, &sets, &row_slot);
+  launch_shrink<true>(x, t, static_cast<int>(in_begin), v);
   return true;
 }
 

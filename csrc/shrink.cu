@@ -8,7 +8,6 @@ namespace scute::cuda {
 void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Tensor& plan, int64_t tile_rows,
             int64_t module, int64_t slices, Tensor& v) {
   check_shrink(x, arena, table, plan, tile_rows, module, slices, v);
-  TORCH_CHECK(slices <= kMaxSlices, "slices is ", slices, "; want at most ", kMaxSlices);
   if (x.size(0) == 0) return;
   const c10::cuda::CUDAGuard guard(x.device());
   if (prefill::shrink(x, arena, table, plan, tile_rows, module, slices, v)) return;  // what follows serves tiles of any size
@@ -16,23 +15,20 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
   const Plan view = plan_view(plan.data_ptr<int32_t>(), rows);
 
   ShrinkParams p{};
-  const bool aligned = set_input(p, x);
+  const bool aligned = set_operands(p, x, v, slices);
   p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
   p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
   p.modules = static_cast<int>(table.size(1));
-  p.v = v.data_ptr<float>();
-  p.v_part = v.stride(0);
-  p.v_row = v.stride(1);
-  p.stride = v.size(2) / slices;
   p.span = kGroups * 16;
   p.part = v.size(0) == 1 ? p.in : kChunk;
   p.parts = Divisor(v.size(0));
-  p.list.count = view.header;
+  p.list.count = view.header + kTiles;
+  p.list.largest = view.header + kLargestRank;
+  p.list.span = p.span;
   p.list.tiles = view.tiles;
   p.list.perm = view.perm;
   divide_work(p.list, rows, tile_rows, table.size(0), slices * v.size(0), (p.stride + p.span - 1) / p.span);
-  static const int ctas = tuned("SCUTE_SHRINK_CTAS", 6);
-  const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * ctas);
+  const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * kShrinkCtas);
   if (grid == 0) return;
   SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {
     auto* kernel = shrink_simple_kernel<scalar_t, false>;

@@ -1,4 +1,4 @@
-// Partial sums v[part][row][rank] = A x, for private factors (shrink) and for shared ones (vera).
+// v[part][row][rank] = A x over a part of the inputs, for private factors (shrink) and for shared ones (project).
 #pragma once
 #include "check.h"
 #include "launch.h"
@@ -19,7 +19,7 @@ struct ShrinkParams {
   float* v;             // (parts, rows, slices * stride)
   int64_t v_part, v_row, stride;
   int in;
-  // vera only: one matrix for all slices, of which the layer uses inputs in_begin ..
+  // project only: one matrix for all slices, of which the layer uses inputs in_begin ..
   const SharedSet* sets;
   int in_begin;
 };
@@ -70,9 +70,10 @@ struct ShrinkResolve {
 constexpr int kShrinkThreads = 128, kShrinkWarps = kShrinkThreads / 32;
 constexpr int kShrinkCtas = 6;                            // of a multiprocessor
 constexpr int kGroups = 2;                                // of 16 ranks, in a span of a private factor
-constexpr int kSteps = kChunk / (kShrinkWarps * 32);      // products of 32 inputs that a warp does for one chunk
+constexpr int kStretch = 512;                             // inputs that a CTA does at a time
+constexpr int kSteps = kStretch / (kShrinkWarps * 32);    // products of 32 inputs that a warp does of them
 
-// A warp's share of one chunk of one group of 16 ranks.
+// A warp's share of one stretch of one group of 16 ranks.
 template <typename T>
 struct ShrinkLoad {
   const T* a;
@@ -96,7 +97,7 @@ struct ShrinkLoad {
   }
 };
 
-// 16 bit. A group's 16 ranks are the rows of the product, 8 tokens its columns; each warp sums a quarter of a chunk.
+// 16 bit. A group's 16 ranks are the rows of the product, 8 tokens its columns; each warp sums a quarter of a stretch.
 // Eight 16-byte loads a lane are under way at any time: a step's registers are filled again as soon as it is done.
 template <typename T>
 __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(const __grid_constant__ ShrinkParams p) {
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(con
     waited = true;
     for (; next; turn ^= 1) {
       const ShrinkItem& item = *next;
-      const int chunks = (item.inputs + kChunk - 1) / kChunk, groups = (item.ranks + 15) / 16;
+      const int chunks = (item.inputs + kStretch - 1) / kStretch, groups = (item.ranks + 15) / 16;
       for (int chunk = 0; chunk < chunks; ++chunk) {
         const int first = (chunk * kShrinkWarps + warp) * kSteps * 4 + t;
         const int eights = g < item.rows ? item.inputs / 8 - first : 0;
@@ -134,9 +135,9 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(con
         }
 #pragma unroll 1
         for (int group = 0; group < groups; ++group) {
-          const bool last_group = group + 1 == groups, last = last_group && chunk + 1 == chunks;
-          if (last) next = items.next();
-          const ShrinkLoad<T> load(last && next ? *next : item, last_group ? 0 : group + 1, last ? 0 : chunk + last_group);
+          const bool last_group = group + 1 == groups, final = last_group && chunk + 1 == chunks;
+          if (final) next = items.next();
+          const ShrinkLoad<T> load(final && next ? *next : item, last_group ? 0 : group + 1, final ? 0 : chunk + last_group);
           float* own = &partial[turn][warp][2 * t][group * 16 + g];
           constexpr int kRow = kGroups * 16 + 4;
           float sums[4] = {};
@@ -195,8 +196,12 @@ __global__ void __launch_bounds__(kShrinkThreads) shrink_simple_kernel(const __g
   }
 }
 
-// Reads x off its tensor. Whether 16-byte loads may be used on it.
-inline bool set_input(ShrinkParams& p, const at::Tensor& x) {
+// Reads x and v off their tensors. Whether 16-byte loads may be used on x.
+inline bool set_operands(ShrinkParams& p, const at::Tensor& x, const at::Tensor& v, int64_t slices) {
+  p.v = v.data_ptr<float>();
+  p.v_part = v.stride(0);
+  p.v_row = v.stride(1);
+  p.stride = v.size(2) / slices;
   p.x = x.const_data_ptr();
   p.x_stride = x.stride(0);
   p.in = static_cast<int>(x.size(1));

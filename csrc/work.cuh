@@ -4,8 +4,7 @@
 
 namespace scute::cuda {
 
-constexpr int kTokens = 8;     // rows a tensor-core product takes; longer tiles are cut into pieces of 8
-constexpr int kMaxSlices = 4;  // of a fused layer
+constexpr int kTokens = 8;  // rows a tensor-core product takes; longer tiles are cut into pieces of 8
 
 // Division by a number that the host knows, of numbers below 2^31.
 struct Divisor {
@@ -33,7 +32,9 @@ struct Divisor {
 // Items are numbered turn by turn, in a turn tile by tile, in a tile piece by piece, `units` a piece: turns hold what
 // only large ranks need, so that the items of small ones come first and spread evenly over the CTAs.
 struct WorkList {
-  const int32_t* count;  // tiles in use
+  const int32_t* count;    // tiles in use
+  const int32_t* largest;  // rank among their tenants
+  int span;                // ranks of a turn
   const Tile* tiles;
   const int32_t* perm;
   int capacity;          // tiles that there may be
@@ -87,7 +88,7 @@ template <typename Item, typename Resolve>
 struct Items {
   ItemsShared<Item>& shared;
   const Resolve resolve;  // (place, item) -> whether there is work; fills in the item
-  int base = blockIdx.x;
+  int base = blockIdx.x, items = 0;
   unsigned live = 0;
 
   __device__ Items(ItemsShared<Item>& shared, const Resolve& resolve) : shared(shared), resolve(resolve) {}
@@ -95,13 +96,14 @@ struct Items {
   // False: there are no more windows.
   __device__ __forceinline__ bool look_up() {
     const WorkList& list = resolve.p.list;
-    if (base >= list.items) return false;
     if (base >= static_cast<int>(gridDim.x)) __syncthreads();
+    else items = min(list.items, (load_kept(list.largest) + list.span - 1) / list.span * static_cast<int>(list.turn.value));
+    if (base >= items) return false;
     if (threadIdx.x < kWindow) {
       const int number = base + static_cast<int>(threadIdx.x * gridDim.x);
       Place place;
       const bool found =
-          number < list.items && find_place(list, number, place) && resolve(place, shared.item[threadIdx.x]);
+          number < items && find_place(list, number, place) && resolve(place, shared.item[threadIdx.x]);
       const unsigned mask = __ballot_sync(~0u, found);
       if (threadIdx.x == 0) shared.live = mask;
     }

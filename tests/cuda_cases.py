@@ -2,9 +2,9 @@
 
 import torch
 from ops_cases import Arena, make_plan
-from ops_checks import FLOAT32_SUM, ulp
+from ops_checks import FLOAT32_SUM, signless, ulp
 
-from scute_sgl import layout
+from scute_sgl import layout, ops, reference
 
 WIDTHS = (1160, 264, 72)
 COLUMNS = (0, 1160, 1424, 1496)
@@ -13,7 +13,10 @@ ROTATIONS = [(32, False), (64, False), (1, False), (32, True), (None, False), (8
 
 
 class World:
-    """Tenants of one fused layer: each has ``ranks[slot % len]`` of the kinds that ``kinds`` names."""
+    """Tenants of one fused layer, of the ``kinds``: lora with rank ``ranks[slot % len]`` or vera, and oft besides.
+
+    Of both lora and vera, even slots have the one and odd slots the other; either has scale and bias too.
+    """
 
     def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0):
         arena = Arena(dtype, torch.Generator().manual_seed(seed))
@@ -25,20 +28,23 @@ class World:
             A = arena.put(layout.pack_a(arena.random(set_rank, inputs + 16, std=inputs**-0.5)))
             B = arena.put(layout.pack_b(arena.random(set_out, set_rank)))
             sets.append([A, B, layout.round_up(set_rank, 8), inputs + 16, set_out])
-        live = layout.DELTA * ("lora" in kinds) | layout.SHARED * ("vera" in kinds) | layout.ROTATED * ("oft" in kinds)
+        slots = []
         for slot in range(tenants):
-            rank = ranks[slot % len(ranks)]
+            shared = "vera" in kinds and ("lora" not in kinds or slot % 2 == 1)
+            own = "lora" in kinds and not shared
+            rank = ranks[slot % len(ranks)] if own else 0
+            live = layout.DELTA * (own or shared) | layout.SHARED * shared | layout.ROTATED * ("oft" in kinds)
+            slots.append([live, slot // 2 % 2, layout.round_up(set_rank if shared else rank, 8)])
             for i, width in enumerate(WIDTHS):
                 entry, block, one = table[slot, i], 0, False
-                entry[layout.META] = layout.pack_meta(0)
-                if "lora" in kinds and rank:
+                if rank:
                     entry[layout.A] = arena.put(layout.pack_a(arena.random(rank, inputs, std=inputs**-0.5)))
                     entry[layout.B] = arena.put(layout.pack_b(arena.random(width, rank)))
-                if "lora" in kinds and slot % 3 != 1:
+                if live & layout.DELTA and slot % 3 != 1:
                     entry[layout.SCALE] = arena.put(arena.random(width, std=0.1))
-                if "lora" in kinds and slot % 3 != 2:
+                if live & layout.DELTA and slot % 3 != 2:
                     entry[layout.BIAS] = arena.put(arena.random(width))
-                if "vera" in kinds and (slot + i) % 4:
+                if shared and (slot // 2 + i) % 4:
                     entry[layout.D] = arena.put(arena.random(layout.round_up(set_rank, 8)))
                     entry[layout.E] = arena.put(arena.random(width))
                 if "oft" in kinds and slot % 5:
@@ -49,7 +55,7 @@ class World:
                 entry[layout.META] = layout.pack_meta(layout.round_up(rank, 8), block, one)
         arena.fill(layout.BLOCK)
         self.arena, self.table, self.sets = torch.cat(arena.pieces).cuda(), table.cuda(), torch.tensor(sets).cuda()
-        self.slots = torch.tensor([[live, slot % 2] for slot in range(tenants)], dtype=torch.int32).cuda()
+        self.slots = torch.tensor(slots, dtype=torch.int32).cuda()
 
     def tensor(self, rows, width, seed):
         values = torch.randn(rows, width + 24, generator=torch.Generator().manual_seed(seed))
@@ -83,11 +89,47 @@ def check(got, want, terms, dtype):
 
 
 def oracle(function, given, dtype):
-    signless = {name: given[name].abs() for name in ("x", "v", "y", "out") if name in given}
-    arena = given["arena"].view(dtype).abs().view(torch.uint8)
-    return function(**given), function(**given | signless | {"arena": arena})
+    """As in ops_checks, on the GPU."""
+    return function(**given), function(**signless(given, dtype))
 
 
 def tiles(world, row_slot, tile_rows):
     plan = make_plan(row_slot, world.slots, tile_rows)
     return {"arena": world.arena, "table": world.table, "plan": plan, "tile_rows": tile_rows, "module": 0}
+
+
+def expand_arguments(world, row_slot, tile_rows, y, v=None, shared_v=None):
+    return tiles(world, row_slot, tile_rows) | {
+        "v": v, "shared_v": shared_v, "row_slot": row_slot, "sets": world.sets, "columns": COLUMNS,
+        "out_begin": OUT_BEGIN, "y": y,
+    }  # fmt: skip
+
+
+def check_shrink_and_expand(world, row_slot, tile_rows, split, y):
+    """Both ops against the reference, the second on the first one's sums."""
+    rows, dtype = len(row_slot), world.dtype
+    given = tiles(world, row_slot, tile_rows) | {
+        "x": world.tensor(rows, world.inputs, 1), "slices": 3, "v": world.partials(rows, 3, split),
+    }  # fmt: skip
+    want, terms = oracle(reference.shrink, given, dtype)
+    ops.shrink(**given)
+    check(given["v"], want, terms, torch.float32)
+    check_expand(expand_arguments(world, row_slot, tile_rows, y, v=given["v"]), dtype)
+
+
+def check_project_and_expand(world, row_slot, tile_rows, split, y):
+    rows, dtype = len(row_slot), world.dtype
+    given = tiles(world, row_slot, tile_rows) | {
+        "x": world.tensor(rows, world.inputs, 1), "row_slot": row_slot, "sets": world.sets, "slices": 3, "in_begin": 8,
+        "v": world.partials(rows, 1, split),
+    }  # fmt: skip
+    want, terms = oracle(reference.project, given, dtype)
+    ops.project(**given)
+    check(given["v"][0], want[0], terms[0], torch.float32)  # the other chunks are scratch
+    check_expand(expand_arguments(world, row_slot, tile_rows, y, shared_v=given["v"]), dtype)
+
+
+def check_expand(given, dtype):
+    want, terms = oracle(reference.expand, given, dtype)
+    ops.expand(**given)
+    check(given["y"], want, terms, dtype)

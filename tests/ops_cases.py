@@ -51,12 +51,12 @@ SHAPES = (
     Case(8, 1, 1, "distinct"),
     Case(24, 3, 7, "uniform"),
     Case(24, 8, 64, "base"),
-    Case(512, 8, 7, "uniform", split=True),
-    Case(520, 16, 64, "skewed", tile_rows=64, split=True),
+    Case(1024, 8, 7, "uniform", split=True),
+    Case(1032, 16, 64, "skewed", tile_rows=64, split=True),
     Case(520, 20, 133, "distinct", tile_rows=64),
-    Case(1544, 64, 7, "uniform", tile_rows=1, split=True),
+    Case(1544, 64, 7, "uniform", tile_rows=1),
     Case(1544, 64, 133, "skewed"),
-    Case(1544, 512, 7, "distinct", split=True),
+    Case(2056, 512, 7, "distinct", split=True),
 )
 
 
@@ -85,7 +85,10 @@ ABSENT = Part()
 
 
 def zoo(rank: int) -> list[tuple[Part, Part, Part]]:
-    """Tenants of one, several and no kinds of slots, of different ranks, near the identity and far from it."""
+    """Tenants of one, several and no kinds of slots, of different ranks, near the identity and far from it.
+
+    None has both a rank of its own and a shared set, and 2 and 6 have the same set.
+    """
     low = max(1, rank // 2)
     return [
         (Part(rank), Part(rank), Part(rank)),
@@ -93,8 +96,8 @@ def zoo(rank: int) -> list[tuple[Part, Part, Part]]:
         (Part(scale=0.002, bias=0.01), Part(scale=1.0), Part(shared=True)),
         (Part(shared=True, rotation=1), Part(shared=True), Part(shared=True, rotation=4)),
         (ABSENT, ABSENT, ABSENT),
-        (Part(rank, 0.5, 0.5, shared=True), Part(1, rotation=8, one_block=True), Part(bias=0.1, rotation=2)),
-        (ABSENT, Part(low, scale=0.1, shared=True), ABSENT),
+        (Part(rank, 0.5, 0.5), Part(1, rotation=8, one_block=True), Part(bias=0.1, rotation=2)),
+        (Part(scale=0.5, bias=0.5, shared=True), Part(scale=0.1, shared=True), ABSENT),
     ]
 
 
@@ -148,9 +151,10 @@ def world(dtype: torch.dtype, inputs: int, rank: int, device: str) -> World:
     for slot, parts in enumerate(tenants):
         arena.fill(layout.BLOCK)
         shared_set = slot % len(sets)
-        slots[slot] = torch.tensor([_live(parts), shared_set])
+        set_rank = sets[shared_set][layout.SET_RANK]
+        slots[slot] = torch.tensor([_live(parts), shared_set, max(_rank(part, set_rank) for part in parts)])
         for i, part in enumerate(parts):
-            table[slot, MODULE + i] = _put_part(arena, part, inputs, WIDTHS[i], sets[shared_set][layout.SET_RANK])
+            table[slot, MODULE + i] = _put_part(arena, part, inputs, WIDTHS[i], set_rank)
     arena.fill(layout.BLOCK)
     tensors = torch.cat(arena.pieces), table, slots, torch.tensor(sets)
     return World(*(tensor.to(device) for tensor in tensors))
@@ -160,6 +164,10 @@ def _live(parts: tuple[Part, ...]) -> int:
     delta = any(part.rank or part.scale or part.bias for part in parts)
     shared, rotated = any(part.shared for part in parts), any(part.rotation for part in parts)
     return delta * layout.DELTA | shared * layout.SHARED | rotated * layout.ROTATED
+
+
+def _rank(part: Part, set_rank: int) -> int:
+    return set_rank if part.shared else layout.round_up(part.rank, layout.RANK_STEP)
 
 
 def _put_set(arena: Arena, rank: int, inputs: int) -> list[int]:
@@ -194,11 +202,12 @@ def row_slots(case: Case) -> Tensor:
     slots = len(zoo(1))
     generator = torch.Generator().manual_seed(case.rows)
     anyone = torch.randint(-1, slots, (case.rows,), generator=generator)
+    popular = 5 + torch.arange(case.rows) % 2  # one with factors of its own, one with shared ones
     chosen = {
         "base": torch.full((case.rows,), -1),
         "distinct": torch.arange(case.rows) % slots,
         "uniform": anyone,
-        "skewed": torch.where(torch.rand(case.rows, generator=generator) < 0.8, 5, anyone),
+        "skewed": torch.where(torch.rand(case.rows, generator=generator) < 0.8, popular, anyone),
     }[case.popularity]
     return chosen.to(torch.int32).to(case.device)
 

@@ -14,7 +14,7 @@ def image_of(nbytes: int, seed: int = 0, shared: SharedSet | None = None, live: 
     entries = torch.full((MODULES - 1, layout.FIELDS), -1, dtype=torch.int64)
     entries[:, layout.META] = 0
     entries[1, layout.SCALE], entries[1, layout.META] = 16, layout.pack_meta(8)
-    return Image(some_bytes(nbytes, seed), entries, torch.float16, live, rank_max=8, shared=shared)
+    return Image(some_bytes(nbytes, seed), entries, torch.float16, live, rank_max=8 + 8 * (seed % 3), shared=shared)
 
 
 def set_of(nbytes: int, seed: int) -> SharedSet:
@@ -47,11 +47,12 @@ def check(pool: Pool) -> None:
     for slot in range(pool.room.slots):
         tenant = pool._resident.get(slot)
         if tenant is None:
-            assert pool.slots[slot].tolist() == [0, -1] and pool.live[slot] == pool.ranks[slot] == 0
+            assert pool.slots[slot].tolist() == [0, -1, 0] and pool.live[slot] == pool.ranks[slot] == 0
             assert pool.table[slot, :, : layout.META].eq(-1).all() and pool.table[slot, :, layout.META].eq(0).all()
             continue
         shared = tenant.shared.row if tenant.shared else -1
-        assert pool.slots[slot].tolist() == [tenant.image.live, shared]
+        assert pool.slots[slot].tolist() == [tenant.image.live, shared, tenant.image.rank_max]
+        assert (pool.live[slot], pool.ranks[slot]) == (tenant.image.live, tenant.image.rank_max)
         if tenant.shared:
             at = tenant.shared.offset
             assert pool.sets[shared].tolist() == [at, at + 16, 8, 8, 8]

@@ -57,9 +57,16 @@ def same(got, want) -> bool:
     return all(same(getattr(got, f.name), getattr(want, f.name)) for f in fields(want))
 
 
+def both_kinds(names: tuple[str, ...]) -> bool:
+    """Terms of its own and one with shared matrices: no plan lists a row for both."""
+    return "shared" in names and not {"terms", "two_terms"}.isdisjoint(names)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_combination_comes_back(dtype):
     for names in every_combination():
+        if both_kinds(names):
+            continue
         folded = folded_module(Q_PROJ, *names)
         image = pack(folded, dtype)
         (module,) = folded
@@ -97,7 +104,8 @@ def test_live_bits_rank_and_meta():
         ("shared",): (shared, 8, 0),
         ("input_scale",): (rotated, 0, layout.pack_meta(0, 1)),
         ("rotation",): (rotated, 0, layout.pack_meta(0, 8)),
-        ("one_block", "terms", "shared"): (delta | shared | rotated, 8, layout.pack_meta(8, 8, True)),
+        ("one_block", "terms"): (delta | rotated, 8, layout.pack_meta(8, 8, True)),
+        ("one_block", "gain", "shared"): (delta | shared | rotated, 8, layout.pack_meta(0, 8, True)),
         (): (0, 0, 0),
     }
     for names, (live, rank, meta) in cases.items():
@@ -172,6 +180,17 @@ def test_shared_matrices_are_kept_once_by_content():
     assert image.shared.key != pack(two_modules(one, copy), torch.bfloat16).shared.key
     with pytest.raises(AdapterError, match="bad_config.*layers.1.*other shared matrices than model.layers.0"):
         pack(two_modules(one, other), torch.float16)
+
+
+def test_terms_beside_shared_matrices_are_refused():
+    combinations = [names for names in every_combination() if both_kinds(names)]
+    assert combinations
+    adapters = [folded_module(Q_PROJ, *names) for names in combinations]
+    for one, other in (("shared", "terms"), ("terms", "shared")):  # each in a module of its own
+        adapters.append(folded_module(Q_PROJ, one) | folded_module("model.layers.1.self_attn.q_proj", other))
+    for folded in adapters:
+        with pytest.raises(AdapterError, match="unsupported_method.*terms of its own beside .* shared matrices"):
+            pack(folded, torch.float16)
 
 
 def test_equal_bytes_of_another_shape_are_another_set():

@@ -16,7 +16,6 @@ from torch import Tensor
 from scute_sgl import image, ops
 from scute_sgl.checkpoint import read_adapter
 from scute_sgl.fold import fold_adapter
-from scute_sgl.layout import SHARED
 from scute_sgl.plan import BatchPlan
 from scute_sgl.pool import Pool
 from scute_sgl.slots import BaseShape, Folded, Target
@@ -57,7 +56,6 @@ class Served:
 
     def __init__(self, modules: dict[int, tuple[Target, Folded]], dtype: torch.dtype, device: str):
         packed = image.pack(modules, dtype)
-        self.live = packed.live
         self.pool = Pool(1 << 20, 2, max(modules) + 1, device, dtype, poison=True)
         self.pool.register("adapter", packed)
         self.pool.ensure(["adapter"])
@@ -71,14 +69,11 @@ class Served:
 
     def add(self, module: int, x: Tensor, y: Tensor) -> Tensor:
         pool, plan, columns, y = self.pool, self.plan, [0, y.shape[1]], y.clone()
-        v = torch.full((1, ROWS, max(plan.rank_max, 8)), torch.nan, device=x.device)
-        ops.shrink(x, pool.arena, pool.table, plan.words, TILE_ROWS, module, 1, v)
-        ops.expand(v, pool.arena, pool.table, plan.words, TILE_ROWS, module, columns, y)
-        if self.live & SHARED:
-            ops.vera(
-                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, TILE_ROWS,
-                module, columns, 0, [0], v, y,
-            )  # fmt: skip
+        v, shared_v = torch.full((2, 1, ROWS, max(plan.rank_max, 8)), torch.nan, device=x.device)
+        tables, slots = (pool.arena, pool.table), plan.row_slot
+        ops.shrink(x, *tables, plan.words, TILE_ROWS, module, 1, v)
+        ops.project(x, slots, *tables, pool.sets, plan.words, TILE_ROWS, module, 1, 0, shared_v)
+        ops.expand(v, shared_v, slots, *tables, pool.sets, plan.words, TILE_ROWS, module, columns, [0], y)
         return y
 
 

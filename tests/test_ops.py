@@ -6,8 +6,8 @@ import sys
 import pytest
 import test_ops_expand
 import test_ops_lookup
+import test_ops_project
 import test_ops_rotate
-import test_ops_vera
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
 from torch.library import opcheck
@@ -25,8 +25,8 @@ ARGUMENTS = {
     "plan": plan_arguments,
     "shrink": shrink_arguments,
     "lookup": lambda case: test_ops_lookup.arguments(case.dtype, case.device),
+    "project": test_ops_project.arguments,
     "expand": test_ops_expand.arguments,
-    "vera": test_ops_vera.arguments,
     "rotate": test_ops_rotate.arguments,
 }
 
@@ -36,7 +36,7 @@ ARGUMENTS = {
 def test_schema_and_fake_hold(name, device):
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
-    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "out") if out in given}
+    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out") if out in given}
     opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 

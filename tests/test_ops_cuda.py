@@ -6,7 +6,10 @@ The other op tests run on the GPU too; these add shapes that are too large for t
 
 import pytest
 import torch
-from cuda_cases import COLUMNS, OUT_BEGIN, World, check, oracle, rows_of, tiles
+from cuda_cases import (
+    COLUMNS, OUT_BEGIN, World, check, check_expand, check_project_and_expand, check_shrink_and_expand, expand_arguments,
+    oracle, rows_of, tiles,
+)  # fmt: skip
 from ops_cases import DEVICES
 from ops_checks import same_bits
 
@@ -22,8 +25,9 @@ SHAPES = [  # inputs, ranks, tenants, rows, popularity, tile_rows, split
     (4096, (64,), 20, 20, "distinct", 8, True),
     (4104, (8, 16, 24, 32, 40, 96, 256, 0), 17, 64, "uniform", 8, True),
     (1544, (512, 8), 4, 7, "distinct", 8, True),
-    (1032, (1, 16, 0, 64), 300, 600, "distinct", 8, True),  # more tiles than a window of the work list holds
+    (1032, (1, 16, 0, 64), 600, 600, "distinct", 8, True),  # more tiles than an expand has workers
     (14336, (16,), 1, 64, "distinct", 8, True),
+    (1024, (256, 8, 8, 8), 8, 32, "distinct", 8, True),  # large ranks have most of the workers
     (512, (16, 64), 5, 1000, "skewed", 64, False),
     (2056, (16, 33, 128), 7, 4096, "uniform", 64, False),
     (4096, (16,), 16, 1, "distinct", 8, True),
@@ -36,43 +40,39 @@ IDS = [f"{s[0]}in-r{max(s[1])}-{s[2]}tenants-{s[3]}rows-{s[4]}-tile{s[5]}" for s
 def test_shrink_and_expand(shape, dtype):
     inputs, ranks, tenants, rows, popularity, tile_rows, split = shape
     world = World(dtype, inputs, ranks, tenants)
-    common = tiles(world, rows_of(popularity, rows, tenants), tile_rows)
-    given = common | {"x": world.tensor(rows, inputs, 1), "slices": 3, "v": world.partials(rows, 3, split)}
-    want, terms = oracle(reference.shrink, given, dtype)
-    ops.shrink(**given)
-    check(given["v"], want, terms, torch.float32)
-    given = common | {"v": given["v"], "columns": COLUMNS, "y": world.tensor(rows, COLUMNS[-1] + 3, 2)}
-    want, terms = oracle(reference.expand, given, dtype)
-    ops.expand(**given)
-    check(given["y"], want, terms, dtype)
+    y = world.tensor(rows, COLUMNS[-1] + 3, 2)
+    check_shrink_and_expand(world, rows_of(popularity, rows, tenants), tile_rows, split, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 3e3])
 def test_expand_keeps_partial_sums_of_any_size(dtype, scale):
     world = World(dtype, 512, (64, 16), 4)
-    common = tiles(world, rows_of("distinct", 9, 4), 8)
-    given = common | {"v": world.partials(9, 3, False), "columns": COLUMNS, "y": world.tensor(9, COLUMNS[-1], 2) * 0}
+    y, v = world.tensor(9, COLUMNS[-1], 2) * 0, world.partials(9, 3, False)
+    given = expand_arguments(world, rows_of("distinct", 9, 4), 8, y, v=v)
     given["v"].normal_().mul_(scale)
     if dtype == torch.float16:  # results within its range
         given["arena"] = (world.arena.view(dtype) * min(1, 100 / scale)).view(torch.uint8)
-    want, terms = oracle(reference.expand, given, dtype)
-    ops.expand(**given)
-    check(given["y"], want, terms, dtype)
+    check_expand(given, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rank, rows, tile_rows", [(256, 16, 8), (20, 200, 64), (256, 130, 64), (8, 5, 8)])
-def test_vera(rank, rows, tile_rows, dtype):
+def test_project_and_expand(rank, rows, tile_rows, dtype):
     world = World(dtype, 1544, (8,), 9, "vera", set_rank=rank)
-    row_slot = rows_of("uniform", rows, 9)
-    given = tiles(world, row_slot, tile_rows) | {
-        "x": world.tensor(rows, 1544, 1), "row_slot": row_slot, "sets": world.sets, "columns": COLUMNS, "in_begin": 8,
-        "out_begin": OUT_BEGIN, "v": world.partials(rows, 1, tile_rows == 8), "y": world.tensor(rows, COLUMNS[-1], 2),
-    }  # fmt: skip
-    want, terms = oracle(reference.vera, given, dtype)
-    ops.vera(**given)
-    check(given["y"], want[1], terms[1], dtype)
+    y = world.tensor(rows, COLUMNS[-1] + 3, 2)
+    check_project_and_expand(world, rows_of("uniform", rows, 9), tile_rows, tile_rows == 8, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, tile_rows", [(40, 8), (300, 64)])
+def test_one_expand_of_both_kinds(rows, tile_rows, dtype):
+    world, row_slot = World(dtype, 1544, (16, 64, 0, 256), 12, "lora vera", set_rank=200), rows_of("uniform", rows, 12)
+    v, shared_v = (world.partials(rows, slices, split=True).normal_() for slices in (3, 1))
+    y = world.tensor(rows, COLUMNS[-1] + 3, 2)
+    check_expand(expand_arguments(world, row_slot, tile_rows, y.clone(), v, shared_v), dtype)
+    check_expand(expand_arguments(world, row_slot, tile_rows, y.clone(), v), dtype)
+    check_expand(expand_arguments(world, row_slot, tile_rows, y.clone(), None, shared_v), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,7 +90,8 @@ def test_rotate(rows, dtype):
 @pytest.mark.parametrize("tile_rows", [8, 64])
 @pytest.mark.parametrize("tenants", [1, 40, 3000])
 def test_plan_of_many_rows(tile_rows, tenants):
-    slots = torch.tensor([[[0, 1, 3, 2][slot % 4], slot // 7] for slot in range(tenants)], dtype=torch.int32)
+    lives = [0, layout.DELTA, layout.DELTA | layout.SHARED, layout.SHARED]
+    slots = torch.tensor([[lives[slot % 4], slot // 7, 8 * (slot % 9)] for slot in range(tenants)], dtype=torch.int32)
     row_slot = rows_of("skewed", 16384, tenants)
     blank = torch.zeros(layout.plan_size(16384), dtype=torch.int32)
     want, got = reference.plan(row_slot.cpu(), slots, tile_rows, blank), blank.cuda()
@@ -101,7 +102,8 @@ def test_plan_of_many_rows(tile_rows, tenants):
 def test_misaligned_input():
     world = World(torch.float16, 520, (16,), 3)
     wide = torch.randn(5, 527, device="cuda", dtype=torch.float16)
-    given = tiles(world, rows_of("distinct", 5, 3), 8) | {"x": wide[:, 3:523], "slices": 3, "v": world.partials(5, 3, True)}
+    given = tiles(world, rows_of("distinct", 5, 3), 8)
+    given |= {"x": wide[:, 3:523], "slices": 3, "v": world.partials(5, 3, True)}
     want, terms = oracle(reference.shrink, given, torch.float16)
     ops.shrink(**given)
     check(given["v"], want, terms, torch.float32)
@@ -129,9 +131,9 @@ class Layer:
         for _ in range(4):
             ops.rotate(self.x, self.row_slot, slices=3, out=self.rotated, **common)
             ops.shrink(self.x, slices=3, v=self.v, **common, **listed)
-            ops.expand(self.v, columns=COLUMNS, y=self.y, **common, **listed)
-            ops.vera(self.x, self.row_slot, sets=w.sets, columns=COLUMNS, in_begin=8, out_begin=OUT_BEGIN,
-                     v=self.shared_v, y=self.y, **common, **listed)  # fmt: skip
+            ops.project(self.x, self.row_slot, sets=w.sets, slices=3, in_begin=8, v=self.shared_v, **common, **listed)
+            ops.expand(self.v, self.shared_v, self.row_slot, sets=w.sets, columns=COLUMNS, out_begin=OUT_BEGIN,
+                       y=self.y, **common, **listed)  # fmt: skip
             self.x.add_(self.rotated[0], alpha=0.01)
             self.y.mul_(0.5)
 

@@ -1,15 +1,18 @@
-"""The kernels for many rows: clusters that share a tile's inputs, groups of ranks, columns not at multiples of 16 bytes.
+"""The kernels for many rows: clusters sharing a tile's inputs, groups of ranks, columns not at multiples of 16 bytes.
 
 Oracle and tenants are those of ``cuda_cases``; requests follow one another, as in a prefill pass.
 """
 
 import pytest
 import torch
-from cuda_cases import COLUMNS, OUT_BEGIN, World, check, oracle, rows_of, tiles
+from cuda_cases import (
+    COLUMNS, OUT_BEGIN, World, check_expand, check_project_and_expand, check_shrink_and_expand, expand_arguments,
+    rows_of, tiles,
+)  # fmt: skip
 from ops_cases import DEVICES
 from ops_checks import same_bits
 
-from scute_sgl import ops, reference
+from scute_sgl import ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,10 +22,10 @@ DTYPES = [torch.float16, torch.bfloat16]
 TILE = 64
 SHAPES = [  # inputs, ranks, tenants, rows, split
     (4096, (16,), 16, 2048, False),  # clusters of eight
-    (14336, (16, 8), 3, 300, False),  # 28 chunks: the last round of a cluster is not full
+    (14336, (16, 8), 3, 300, False),  # 14 chunks: the last round of a cluster is not full
     (4104, (8, 24, 64, 256, 0), 9, 500, False),  # groups of ranks that begin inside a slice; inputs end inside a chunk
     (1544, (16, 512), 4, 70, True),  # one sum a chunk
-    (520, (16, 0), 40, 3000, False),  # two chunks, many tenants: tiles that are not full
+    (1032, (16, 0), 40, 3000, False),  # two chunks, many tenants: tiles that are not full
     (8, (1,), 2, 65, False),
 ]
 IDS = [f"{s[0]}in-r{max(s[1])}-{s[3]}rows{'-split' * s[4]}" for s in SHAPES]
@@ -45,56 +48,49 @@ def outputs(world, rows, aligned):
 def test_shrink_and_expand(shape, dtype, aligned):
     inputs, ranks, tenants, rows, split = shape
     world = World(dtype, inputs, ranks, tenants)
-    common = tiles(world, requests(rows, tenants).cuda(), TILE)
-    given = common | {"x": world.tensor(rows, inputs, 1), "slices": 3, "v": world.partials(rows, 3, split)}
-    want, terms = oracle(reference.shrink, given, dtype)
-    ops.shrink(**given)
-    check(given["v"], want, terms, torch.float32)
-    given = common | {"v": given["v"], "columns": COLUMNS, "y": outputs(world, rows, aligned)}
-    want, terms = oracle(reference.expand, given, dtype)
-    ops.expand(**given)
-    check(given["y"], want, terms, dtype)
+    check_shrink_and_expand(world, requests(rows, tenants).cuda(), TILE, split, outputs(world, rows, aligned))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("aligned", [True, False])
-def test_vera(aligned, dtype):
+@pytest.mark.parametrize("split", [False, True])
+def test_project_and_expand(split, aligned, dtype):
     world = World(dtype, 1544, (8,), 9, "vera", set_rank=200)
-    row_slot = requests(150, 9, length=40).cuda()
-    given = tiles(world, row_slot, TILE) | {
-        "x": world.tensor(150, 1544, 1), "row_slot": row_slot, "sets": world.sets, "columns": COLUMNS, "in_begin": 8,
-        "out_begin": OUT_BEGIN, "v": world.partials(150, 1, False), "y": outputs(world, 150, aligned),
-    }  # fmt: skip
-    want, terms = oracle(reference.vera, given, dtype)
-    ops.vera(**given)
-    check(given["y"], want[1], terms[1], dtype)
+    check_project_and_expand(world, requests(150, 9, length=40).cuda(), TILE, split, outputs(world, 150, aligned))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_one_expand_of_both_kinds(aligned, dtype):
+    world = World(dtype, 1544, (16, 64, 0, 256), 12, "lora vera", set_rank=200)
+    v, shared_v = (world.partials(500, slices, split=False).normal_() for slices in (3, 1))
+    y = outputs(world, 500, aligned)
+    check_expand(expand_arguments(world, requests(500, 12, length=40).cuda(), TILE, y, v, shared_v), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 3e3])
 def test_expand_keeps_partial_sums_of_any_size(dtype, scale):
     world = World(dtype, 512, (64, 16), 4)
-    common = tiles(world, rows_of("distinct", 70, 4), TILE)
-    given = common | {"v": world.partials(70, 3, False), "columns": COLUMNS, "y": outputs(world, 70, True) * 0}
+    y, v = outputs(world, 70, True) * 0, world.partials(70, 3, False)
+    given = expand_arguments(world, rows_of("distinct", 70, 4), TILE, y, v=v)
     given["v"].normal_().mul_(scale)
     if dtype == torch.float16:  # results within its range
         given["arena"] = (world.arena.view(dtype) * min(1, 100 / scale)).view(torch.uint8)
-    want, terms = oracle(reference.expand, given, dtype)
-    ops.expand(**given)
-    check(given["y"], want, terms, dtype)
+    check_expand(given, dtype)
 
 
 def run(world, x, y, row_slot):
-    """Everything a prefill pass does to its rows: (v, y, rotated x)."""
+    """Everything a prefill pass does to its rows: (v and shared v side by side, y, rotated x)."""
     rows, common = len(x), {"arena": world.arena, "table": world.table, "module": 0}
     listed = tiles(world, row_slot, TILE)
     v, shared_v, y = world.partials(rows, 3, False), world.partials(rows, 1, False), y.clone()
     rotated = torch.empty(3, rows, world.inputs, dtype=world.dtype, device="cuda")
     ops.rotate(x, row_slot, slices=3, out=rotated, **common)
     ops.shrink(x, slices=3, v=v, **listed)
-    ops.expand(v, columns=COLUMNS, y=y, **listed)
-    ops.vera(x, row_slot, sets=world.sets, columns=COLUMNS, in_begin=8, out_begin=OUT_BEGIN, v=shared_v, y=y, **listed)
-    return v[0], y, rotated
+    ops.project(x, row_slot, sets=world.sets, slices=3, in_begin=8, v=shared_v, **listed)
+    ops.expand(v, shared_v, row_slot, sets=world.sets, columns=COLUMNS, out_begin=OUT_BEGIN, y=y, **listed)
+    return torch.cat([v[0], shared_v[0]], dim=1), y, rotated
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,8 @@ def arguments(dtype: torch.dtype, device: str, rows: int = 40) -> dict:
             table[slot, 1, layout.A] = arena.put(layout.pack_embedding_a(arena.random(rank, HELD_IDS)))
             table[slot, 1, layout.META] = layout.pack_meta(layout.round_up(rank, layout.RANK_STEP))
     arena.fill(layout.BLOCK)
-    slots = torch.tensor([[layout.DELTA, 0]] * len(RANKS), dtype=torch.int32, device=device)
+    words = [[layout.DELTA, -1, layout.round_up(rank, layout.RANK_STEP)] for rank in RANKS]
+    slots = torch.tensor(words, dtype=torch.int32, device=device)
     row_slot = torch.randint(-1, len(RANKS), (rows,), generator=generator).to(torch.int32).to(device)
     return {
         "ids": torch.randint(0, FIRST_ID + HELD_IDS + 5, (rows,), generator=generator).to(device),

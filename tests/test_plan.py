@@ -12,7 +12,7 @@ from scute_sgl.pool import Pool
 from scute_sgl.slots import Adapter, Slots
 
 KINDS = {"a": layout.DELTA, "b": layout.SHARED, "c": layout.DELTA | layout.ROTATED}
-RANKS = {"a": 8, "b": 0, "c": 64}
+RANKS = {"a": 8, "b": 16, "c": 64}
 
 
 def pool_with_tenants() -> Pool:
@@ -25,10 +25,9 @@ def pool_with_tenants() -> Pool:
     return pool
 
 
-def expected(pool: Pool, slots: list[int], tile_rows: int) -> torch.Tensor:
-    rows = torch.tensor(slots, dtype=torch.int32)
-    plan = torch.zeros(layout.plan_size(len(slots)), dtype=torch.int32)
-    return reference.plan(rows, pool.slots, tile_rows, plan)
+def expected(pool: Pool, slots: list[int], tile_rows: int, before: torch.Tensor) -> torch.Tensor:
+    """``before``: a plan whose words stay where nothing is written."""
+    return reference.plan(torch.tensor(slots, dtype=torch.int32), pool.slots, tile_rows, before)
 
 
 @pytest.mark.parametrize("convert", [list, lambda rows: torch.tensor(rows, dtype=torch.int64)])
@@ -38,7 +37,7 @@ def test_an_eager_batch_is_planned_as_it_is(convert):
     rows = [0, 2, 2, -1, 1, 0, 2]
     plan.build(convert(rows), tile_rows=2)
     assert plan.row_slot.tolist() == rows
-    assert torch.equal(plan.words, expected(pool, rows, 2))
+    assert torch.equal(plan.words, expected(pool, rows, 2, torch.zeros_like(plan.words)))
     assert plan.live == layout.DELTA | layout.SHARED | layout.ROTATED == plan.words[2]
     assert plan.rank_max == 64
 
@@ -50,12 +49,14 @@ def test_a_padded_pass_finds_nobody_in_the_padding(bucket):
     plan.build([2] * 16, tile_rows=8)  # an earlier, larger batch leaves nothing behind
     words, slots = plan.words.data_ptr(), plan.row_slot.data_ptr()
     plan.write([0, 1, 0])
-    assert (plan.live, plan.rank_max) == (layout.DELTA | layout.SHARED, 8)
+    assert (plan.live, plan.rank_max) == (layout.DELTA | layout.SHARED, 16)
     plan.run(bucket, tile_rows=8)
     assert plan.row_slot.tolist() == [0, 1, 0] + [-1] * (bucket - 3)
     assert plan.words.numel() == layout.plan_size(bucket)
-    header, tiles = plan.words[:3].tolist(), plan.words[layout.PLAN_HEADER :][:4].tolist()
-    assert header == [1, 1, layout.DELTA | layout.SHARED] and tiles == [0, 0, 2, 0]
+    header, tiles = plan.words[:6].tolist(), plan.words[layout.PLAN_HEADER :][:4].tolist()
+    workers = [1 + (layout.WORKERS - 2) * weight // 40 for weight in (16, 24)]  # a rank of 8 and one of 16
+    assert header == [1, 1, layout.DELTA | layout.SHARED, sum(workers), 8, 16] and tiles == [0, 0, 2, 0]
+    assert torch.equal(plan.words, expected(pool, [0, 1, 0] + [-1] * (bucket - 3), 8, plan.words))
     assert (plan.words.data_ptr(), plan.row_slot.data_ptr()) == (words, slots)
 
 
@@ -65,7 +66,7 @@ def test_the_base_alone_has_nothing_live():
         plan.build(rows, tile_rows=8)
         assert (plan.live, plan.rank_max) == (0, 0) and plan.row_slot.tolist() == rows
     plan.build([-1] * 8, tile_rows=8)
-    assert plan.words[:3].tolist() == [0, 0, 0]
+    assert plan.words[:6].tolist() == [0] * 6
 
 
 def test_more_rows_than_the_capacity_are_refused():
@@ -94,14 +95,13 @@ def test_a_mixed_batch_through_arena_plan_and_ops_is_the_definition():
     plan.run(10, tile_rows=8)  # two rows of padding
 
     x = torch.randn(10, t.in_features, generator=torch.Generator().manual_seed(3))
-    rotated, v = torch.empty(1, *x.shape), torch.full((1, 10, plan.rank_max), torch.nan)
-    tables = (pool.arena, pool.table)
-    ops.rotate(x, plan.row_slot, *tables, t.module, 1, rotated)
+    rotated, v, shared_v = torch.empty(1, *x.shape), *torch.full((2, 1, 10, plan.rank_max), torch.nan)
+    tables, slot, sets = (pool.arena, pool.table), plan.row_slot, pool.sets
+    ops.rotate(x, slot, *tables, t.module, 1, rotated)
     y = rotated[0] @ t.weight().T + t.bias()
     ops.shrink(x, *tables, plan.words, 8, t.module, 1, v)
-    ops.expand(v, *tables, plan.words, 8, t.module, [0, t.out_features], y)
-    v = torch.full((1, 10, plan.rank_max), torch.nan)
-    ops.vera(x, plan.row_slot, *tables, pool.sets, plan.words, 8, t.module, [0, t.out_features], 0, [0], v, y)
+    ops.project(x, slot, *tables, sets, plan.words, 8, t.module, 1, 0, shared_v)
+    ops.expand(v, shared_v, slot, *tables, sets, plan.words, 8, t.module, [0, t.out_features], [0], y)
     for row, name in enumerate(names + [None, None]):
         want = apply_slots(methods.get(name, Slots()), t, x[row : row + 1].double())
         torch.testing.assert_close(y[row : row + 1].double(), want, rtol=1e-5, atol=1e-5)

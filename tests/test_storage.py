@@ -111,8 +111,8 @@ def run(pool: Pool, t: Target) -> torch.Tensor:
     v, xA = torch.full((2, 1, rows, plan.rank_max), torch.nan)
     ops.rotate(x, plan.row_slot, *tables, t.module, 1, rotated)
     ops.shrink(x, *tables, plan.words, 8, t.module, 1, v)
-    ops.expand(v, *tables, plan.words, 8, t.module, columns, y)
-    ops.vera(x, plan.row_slot, *tables, pool.sets, plan.words, 8, t.module, columns, 0, [0], xA, y)
+    ops.project(x, plan.row_slot, *tables, pool.sets, plan.words, 8, t.module, 1, 0, xA)
+    ops.expand(v, xA, plan.row_slot, *tables, pool.sets, plan.words, 8, t.module, columns, [0], y)
     return torch.cat([rotated[0], y], dim=1)
 
 

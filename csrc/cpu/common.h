@@ -72,11 +72,21 @@ void for_each_tile_slice(int64_t tiles, int64_t slices, const Work& work) {
   });
 }
 
+// The shared set that a tile of the plan names.
+inline const SharedSet& shared_set(const at::Tensor& sets, int32_t index, int64_t room) {
+  TORCH_CHECK(index >= 0 && index < sets.size(0), "the plan names shared set ", index, "; want it below sets' ",
+              sets.size(0));
+  const SharedSet& set = reinterpret_cast<const SharedSet*>(sets.const_data_ptr<int64_t>())[index];
+  TORCH_CHECK(set.rank % kRankStep == 0 && set.rank <= room, "shared set ", index, " has rank ", set.rank,
+              "; want a multiple of 8 within v's ", room, " columns");
+  return set;
+}
+
 // Partial sums of x A^T for one row: out[c * chunk_stride + k] sums the inputs of chunk c, or out[k] sums these
 // partials in order if chunks is 1. A is [rank8 / 8][a_inputs / 8][8][8]; its inputs from a_begin on are used.
 template <typename T>
-void project(const T* x, int64_t inputs, const T* a, int64_t a_inputs, int64_t a_begin, int64_t rank8, int64_t chunks,
-             int64_t chunk_stride, float* out) {
+void multiply_a(const T* x, int64_t inputs, const T* a, int64_t a_inputs, int64_t a_begin, int64_t rank8,
+                int64_t chunks, int64_t chunk_stride, float* out) {
   for (int64_t k = 0; k < rank8; k += kRankStep, a += kRankStep * a_inputs, out += kRankStep) {
     for (int64_t begin = 0; begin < inputs; begin += kChunk) {
       const int64_t end = std::min<int64_t>(begin + kChunk, inputs);

@@ -5,7 +5,7 @@ One object for all layers, filled by the manager before each forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -80,6 +80,25 @@ class ScuteBackend(BaseLoRABackend):
         self._head = Rows(pool, EXTEND_TILE)
         self.body = self._decode
         self._head_slots: Tensor | None = None
+        self._beside = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+
+    @contextmanager
+    def beside(self, work: Callable[[], Tensor], wanted: bool) -> Iterator[Tensor]:
+        """Queues ``work``; the block's ops run beside it if that is ``wanted``, else after it. Gives work's result.
+
+        They start when work could have, for it comes first in line: what it leaves of the GPU is theirs. What
+        follows the block waits for both.
+        """
+        if self._beside is None or not wanted:
+            yield work()
+            return
+        before, main = torch.cuda.Event(), torch.cuda.current_stream()
+        before.record(main)
+        result = work()
+        self._beside.wait_event(before)
+        with torch.cuda.stream(self._beside):
+            yield result
+        main.wait_stream(self._beside)
 
     @property
     def live(self) -> int:

@@ -93,6 +93,8 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
         rank_max = max(rank_max, rank8)
     packed_set = None
     if shared is not None:
+        if (entries[:, layout.A] >= 0).any():  # a plan lists a row for its own factors or for shared ones
+            raise AdapterError("unsupported_method", "has low-rank terms of its own beside ones with shared matrices")
         packed_set = _pack_set(*shared, dtype, pin)
         rank_max = max(rank_max, packed_set.rank8)
     return Image(packer.bytes(pin), entries, dtype, live, rank_max, packed_set)

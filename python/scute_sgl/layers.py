@@ -1,6 +1,9 @@
 """The served model's layers with the batch's adapters around their GEMM.
 
-    x' = rotate(x);   y = base(x');   v = shrink(x);   y = y + y * (s - 1) + b + expand(v);   y += vera(x)
+    x' = rotate(x);   y = base(x');   v = shrink(x), project(x);   y = y + y * (s - 1) + b + expand(v)
+
+The sums v need the layer's input alone. Decoding makes them beside the base's GEMM, on a second stream: a GEMM of few
+rows waits for memory and leaves multiprocessors idle.
 
 SGLang's layers leave their GEMM to a "quant method" object. Wrapping that object, instead of the layer, keeps
 everything else the layer does: splitting inputs, adding the bias on one rank only, one all-reduce after the
@@ -9,6 +12,7 @@ adapters' part or none at all, gathering. A batch without adapters reaches the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -55,18 +59,30 @@ class Adapters:
         ops.rotate(x, plan.row_slot, pool.arena, pool.table, self.module, self.slices, rotated)
         return rotated
 
-    def add(self, rows: Rows, x: Tensor, y: Tensor) -> None:
-        """y = y + y * scale + bias + low-rank terms, in place; x is the layer's input before any rotation."""
-        live = self.backend.live
-        if live & DELTA:
-            plan, pool, v = rows.planned(x.shape[0]), self.backend.pool, self._partials(rows, x, self.slices)
-            ops.shrink(x, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.slices, v)
-            ops.expand(v, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.columns, y)
-        if live & SHARED:
-            plan, pool, v = rows.planned(x.shape[0]), self.backend.pool, self._partials(rows, x, 1)
-            ops.vera(
-                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, rows.tile_rows,
-                self.module, self.columns, self.in_begin, self.out_begin, v, y,
+    def around(self, rows: Rows, x: Tensor, base: Callable[[], Tensor]) -> Tensor:
+        """``base()`` with the adapters' part added; x is the layer's input before any rotation."""
+        plan, live, pool = rows.planned(x.shape[0]), self.backend.live, self.backend.pool
+        # Allocated before the fork: memory that main gives back later may still be in use there.
+        v = self._partials(rows, x, self.slices) if live & DELTA else None
+        shared_v = self._partials(rows, x, 1) if live & SHARED else None
+        common = pool.arena, pool.table
+        with self.backend.beside(base, rows.tile_rows == DECODE_TILE and live & (DELTA | SHARED)) as y:
+            if v is not None:
+                ops.shrink(x, *common, plan.words, rows.tile_rows, self.module, self.slices, v)
+            if shared_v is not None:
+                ops.project(
+                    x, plan.row_slot, *common, pool.sets, plan.words, rows.tile_rows,
+                    self.module, self.slices, self.in_begin, shared_v,
+                )  # fmt: skip
+        self._expand(rows, v, shared_v, y)
+        return y
+
+    def _expand(self, rows: Rows, v: Tensor | None, shared_v: Tensor | None, y: Tensor) -> None:
+        plan, pool = rows.planned(y.shape[0]), self.backend.pool
+        if v is not None or shared_v is not None:
+            ops.expand(
+                v, shared_v, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, rows.tile_rows,
+                self.module, self.columns, self.out_begin, y,
             )  # fmt: skip
 
     def look_up(self, rows: Rows, ids: Tensor, held: int, y: Tensor) -> None:
@@ -75,7 +91,7 @@ class Adapters:
             plan, pool = rows.planned(ids.shape[0]), self.backend.pool
             v = torch.empty((1, ids.shape[0], self.backend.stride), dtype=torch.float32, device=ids.device)
             ops.lookup(ids, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, 0, held, y.dtype, v)
-            ops.expand(v, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.columns, y)
+            self._expand(rows, v, None, y)
 
     def _partials(self, rows: Rows, x: Tensor, slices: int) -> Tensor:
         """Scratch for sums over inputs. Few rows leave the GPU to many inputs: decoding sums its chunks apart."""
@@ -102,9 +118,7 @@ class ScuteLinear(LinearMethodBase):
         self.backend.reached.add(self.adapters.module)
         if not self.backend.live:
             return self.base.apply(layer, x, bias)
-        y = self._project(layer, x, bias)
-        self.adapters.add(self.backend.body, x, y)
-        return y
+        return self.adapters.around(self.backend.body, x, lambda: self._project(layer, x, bias))
 
     def apply_into(self, layer: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """SGLang's ``output_tensor=``: the same into a tensor of the caller's."""
@@ -156,18 +170,19 @@ class ScuteHead(BaseLayerWithLoRA):
     def __init__(self, site: Site, backend: ScuteBackend):
         super().__init__(site.layer, backend)
         self.backend, self.adapters = backend, Adapters(site, backend)
-        self.set_lora = True  # with apply_lora, what makes LogitsProcessor call forward
+        self.set_lora = self.apply_lora = True  # their presence makes LogitsProcessor call forward
 
     def forward(self, hidden: Tensor) -> Tensor:
-        rows = self.backend.head_rows(hidden.shape[0]) if self.backend.live else None
         x = hidden.to(self.weight.dtype)
-        inputs = self.adapters.rotate(rows, x)[0] if self.backend.live & ROTATED else x
-        logits = torch.matmul(inputs, self.weight.T)
-        return logits if rows is None else self.apply_lora(logits, x, rows)
+        if not self.backend.live:
+            return torch.matmul(x, self.weight.T)
+        rows = self.backend.head_rows(hidden.shape[0])
 
-    def apply_lora(self, logits: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        self.adapters.add(rows, hidden, logits)
-        return logits
+        def base() -> Tensor:
+            inputs = self.adapters.rotate(rows, x)[0] if self.backend.live & ROTATED else x
+            return torch.matmul(inputs, self.weight.T)
+
+        return self.adapters.around(rows, x, base)
 
     def set_lm_head_pass(self, index: int) -> None:
         self.backend._lm_head_pass_idx = index

@@ -24,7 +24,7 @@ from torch import Tensor
 BLOCK = 256
 ALIGN = 16
 RANK_STEP = 8
-K_CHUNK = 512  # a shrink sums its inputs in chunks of this many, in order, in every batch
+K_CHUNK = 1024  # a shrink sums its inputs in chunks of this many, in order, in every batch
 
 # table[slot][module][...]
 A, B, SCALE, BIAS, D, E, ROTATION, META = range(8)
@@ -32,8 +32,8 @@ FIELDS = 8
 # META = rank8 | rotation block size << 16 (0: none, 1: diagonal) | one block serves all << 32
 
 # slot table[slot][...]
-LIVE, SHARED_SET = range(2)
-SLOT_FIELDS = 2
+LIVE, SHARED_SET, RANK = range(3)  # RANK: the largest rank8 in any module
+SLOT_FIELDS = 3
 # bits of LIVE: which ops have work for this tenant
 DELTA, SHARED, ROTATED = 1, 2, 4
 
@@ -41,15 +41,25 @@ DELTA, SHARED, ROTATED = 1, 2, 4
 SET_A, SET_B, SET_RANK, SET_IN, SET_OUT = range(5)
 SET_FIELDS = 5
 
-# plan buffer: header, then for n rows: tiles[n][4], shared_tiles[n][4], perm[n], shared_perm[n]
-# header: 0 tiles in use, 1 shared tiles in use, 2 union of LIVE bits
-# tile: slot (or shared set), first position in perm (or shared_perm), rows, 0
+# plan buffer: header, then for n rows: tiles[n][4], shared_tiles[n][4], shares[max(n, WORKERS)][4], perm[n], shared_perm[n]
+# header: tiles in use, shared tiles in use, union of LIVE bits, workers in use, largest RANK of private and of shared tiles
+# tile: slot (or shared set), first position in perm (or shared_perm), rows, first of the workers it shares with no other
+# share, of one worker: slot (or shared set), first position | rows << 20 | shared << 31, first and last part of the columns
+# in units of 2**-31; all zeros: no work
 PLAN_HEADER = 16
+# Workers are shared out by weight, RANK + TILE_WEIGHT: each tile has one and its part of those that are over.
+WORKERS, TILE_WEIGHT = 512, 8
 
 
 def plan_size(rows: int) -> int:
     """int32 words of a plan for at most ``rows`` rows."""
-    return PLAN_HEADER + 10 * rows
+    return PLAN_HEADER + 10 * rows + 4 * max(rows, WORKERS)
+
+
+def plan_rows(words: int) -> int:
+    """Inverse of :func:`plan_size`."""
+    rows = (words - plan_size(0)) // 10
+    return rows if rows <= WORKERS else (words - PLAN_HEADER) // 14
 
 
 def pack_meta(rank8: int, rotation_block: int = 0, one_block: bool = False) -> int:

@@ -69,24 +69,7 @@ def lookup(
     _ops.lookup(ids, arena, table, plan, tile_rows, module, first_id, held_ids, dtype, v)
 
 
-def expand(
-    v: Tensor,
-    arena: Tensor,
-    table: Tensor,
-    plan: Tensor,
-    tile_rows: int,
-    module: int,
-    columns: Sequence[int],
-    y: Tensor,
-) -> None:
-    """y += y * scale + bias + v B^T, in float32 and rounded once, where the tenant has any of the three.
-
-    y (n, out). ``columns`` are the ascending bounds of the slices in y, one more than slices.
-    """
-    _ops.expand(v, arena, table, plan, tile_rows, module, columns, y)
-
-
-def vera(
+def project(
     x: Tensor,
     row_slot: Tensor,
     arena: Tensor,
@@ -95,19 +78,40 @@ def vera(
     plan: Tensor,
     tile_rows: int,
     module: int,
-    columns: Sequence[int],
+    slices: int,
     in_begin: int,
-    out_begin: Sequence[int],
     v: Tensor,
+) -> None:
+    """The shrink of shared sets: v = x A^T, once for all slices, for rows whose tenant has d and e in any of them.
+
+    x (n, in), which meets A[:, in_begin:in_begin + in], a multiple of 8; row_slot int32 (n,), the one the plan was
+    made from. v has one slice; the sums go to v[0], and what chunks it has beyond that is room to work in.
+    """
+    _ops.project(x, row_slot, arena, table, sets, plan, tile_rows, module, slices, in_begin, v)
+
+
+def expand(
+    v: Tensor | None,
+    shared_v: Tensor | None,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    sets: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    out_begin: Sequence[int],
     y: Tensor,
 ) -> None:
-    """y += (((x A^T) * d) B^T) * e for rows and slices whose tenant has d and e; A and B are its shared set's.
+    """y += y * scale + bias + v B^T, in float32 and rounded once, where the tenant has any of the three.
 
-    x (n, in); row_slot int32 (n,), the one the plan was made from; y (n, out). x meets A[:, in_begin:in_begin + in],
-    a multiple of 8; slice i, y[:, columns[i]:columns[i + 1]], meets B from row out_begin[i] on.
-    x A^T is computed once for all slices, into v, which has one slice.
+    For tenants of a shared set the last is ((shared_v * d) B^T) * e, with the set's B; slice i,
+    y[:, columns[i]:columns[i + 1]], meets B from row out_begin[i] on. v comes from shrink or lookup, shared_v from
+    project; None: no tenant of that kind is served. y (n, out). ``columns`` are the ascending bounds of the slices
+    in y, one more than slices.
     """
-    _ops.vera(x, row_slot, arena, table, sets, plan, tile_rows, module, columns, in_begin, out_begin, v, y)
+    _ops.expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y)
 
 
 def rotate(
@@ -127,5 +131,5 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-for _name in ("plan", "shrink", "lookup", "expand", "vera", "rotate"):
+for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate"):
     register_fake(f"scute::{_name}", _fake)

@@ -44,7 +44,7 @@ class Pool:
         self.arena = torch.empty(self.room.nbytes, dtype=torch.uint8, device=device)
         self.table = torch.full((slots, modules, layout.FIELDS), -1, dtype=torch.int64, device=device)
         self.table[:, :, layout.META] = 0
-        self.slots = torch.tensor([[0, -1]] * slots, dtype=torch.int32, device=device)
+        self.slots = torch.tensor([[0, -1, 0]] * slots, dtype=torch.int32, device=device)
         self.sets = torch.full((slots, layout.SET_FIELDS), -1, dtype=torch.int64, device=device)
         self.live, self.ranks = [0] * slots, [0] * slots
         self._tenants: dict[str, Tenant] = {}
@@ -199,7 +199,7 @@ class Pool:
         row[:, layout.META] = 0
         row[: len(image.entries)] = torch.where(image.entries >= 0, image.entries + tenant.offset, -1)
         row[: len(image.entries), layout.META] = image.entries[:, layout.META]
-        word = torch.tensor([image.live, tenant.shared.row if tenant.shared else -1], dtype=torch.int32)
+        word = torch.tensor([image.live, tenant.shared.row if tenant.shared else -1, image.rank_max], dtype=torch.int32)
         self._copy(self.arena[tenant.offset : tenant.offset + image.nbytes], image.data)
         self._copy(self.table[slot], row)
         self._copy(self.slots[slot], word)
@@ -216,6 +216,7 @@ class Pool:
         slot = tenant.slot
         self.slots[slot, layout.LIVE] = 0
         self.slots[slot, layout.SHARED_SET] = -1
+        self.slots[slot, layout.RANK] = 0
         self.table[slot] = -1
         self.table[slot, :, layout.META] = 0
         self._erase(tenant.offset, tenant.size)

@@ -7,6 +7,7 @@ what they become, in float64 and unrounded; ``plan`` is integer and returns the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -16,26 +17,41 @@ from scute_sgl import layout
 
 
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
-    plan, live = plan.clone(), slots.tolist()
-    owned = [(slot, row) for row, slot in enumerate(row_slot.tolist()) if slot >= 0]
-    private = [(slot, row) for slot, row in owned if live[slot][layout.LIVE] & layout.DELTA]
-    shared = [(live[slot][layout.SHARED_SET], row) for slot, row in owned if live[slot][layout.LIVE] & layout.SHARED]
-    bits = 0
-    for slot, _ in owned:
-        bits |= live[slot][layout.LIVE]
+    plan, tenants = plan.clone(), slots.tolist()
+    lists, bits = ([], []), 0  # (slot or shared set, row, rank)
+    for row, slot in enumerate(row_slot.tolist()):
+        if slot < 0:
+            continue
+        live, shared_set, rank = tenants[slot]
+        bits |= live
+        if live & layout.SHARED:
+            lists[1].append((shared_set, row, rank))
+        elif live & layout.DELTA:
+            lists[0].append((slot, row, rank))
 
-    n = len(row_slot)
-    for i, keyed_rows in enumerate((private, shared)):
+    n, tiles, weights = len(row_slot), ([], []), []
+    for i, keyed_rows in enumerate(lists):
         keyed_rows.sort()
-        tiles: list[list[int]] = []
-        for position, (key, _) in enumerate(keyed_rows):
-            if not tiles or tiles[-1][0] != key or tiles[-1][2] == tile_rows:
-                tiles.append([key, position, 0, 0])
-            tiles[-1][2] += 1
-        plan[i] = len(tiles)
-        _put(plan, layout.PLAN_HEADER + 4 * n * i, sum(tiles, []))
-        _put(plan, layout.PLAN_HEADER + 8 * n + n * i, [row for _, row in keyed_rows])
-    plan[2] = bits
+        for position, (key, _, _) in enumerate(keyed_rows):
+            if not tiles[i] or tiles[i][-1][0] != key or tiles[i][-1][2] == tile_rows:
+                tiles[i].append([key, position, 0, 0])
+                weights.append(layout.TILE_WEIGHT + max(rank for other, _, rank in keyed_rows if other == key))
+            tiles[i][-1][2] += 1
+    shares, over = [], max(0, layout.WORKERS - len(weights))
+    for t, (tile, weight) in enumerate(zip(tiles[0] + tiles[1], weights, strict=True)):
+        slot, begin, rows, tile[3] = *tile[:3], len(shares)
+        where = begin | rows << 20 | (-1 << 31 if t >= len(tiles[0]) else 0)
+        workers = 1 + over * weight // sum(weights)
+        parts = [(i << 31) // workers for i in range(workers)] + [-1 << 31]  # 2**31 as an int32
+        shares += [[slot, where, *pair] for pair in pairwise(parts)]
+
+    ranks = [max((rank for _, _, rank in keyed_rows), default=0) for keyed_rows in lists]
+    _put(plan, 0, [len(tiles[0]), len(tiles[1]), bits, len(shares), *ranks])
+    after = layout.PLAN_HEADER + 8 * n
+    _put(plan, after, sum(shares + [[0] * 4] * (max(n, layout.WORKERS) - len(shares)), []))
+    for i in range(2):
+        _put(plan, layout.PLAN_HEADER + 4 * n * i, sum(tiles[i], []))
+        _put(plan, after + 4 * max(n, layout.WORKERS) + n * i, [row for _, row, _ in lists[i]])
     return plan
 
 
@@ -74,35 +90,7 @@ def lookup(
     return v
 
 
-def expand(
-    v: Tensor,
-    arena: Tensor,
-    table: Tensor,
-    plan: Tensor,
-    tile_rows: int,
-    module: int,
-    columns: Sequence[int],
-    y: Tensor,
-) -> Tensor:
-    dtype, y = y.dtype, y.double()
-    stride = v.shape[2] // (len(columns) - 1)
-    for slot, rows in tenants(plan):
-        for i, (begin, end) in enumerate(zip(columns, columns[1:])):
-            entry = Entry(arena, table, dtype, slot, module + i)
-            part = y[rows, begin:end]
-            total = part
-            if entry.has(layout.SCALE):
-                total = total + part * entry.read(layout.SCALE, end - begin)
-            if entry.has(layout.BIAS):
-                total = total + entry.read(layout.BIAS, end - begin)
-            if entry.has(layout.B):
-                u = v[:, rows, i * stride : i * stride + entry.rank8].double().sum(0)
-                total = total + u @ entry.b(end - begin).T
-            y[rows, begin:end] = total
-    return y
-
-
-def vera(
+def project(
     x: Tensor,
     row_slot: Tensor,
     arena: Tensor,
@@ -111,28 +99,63 @@ def vera(
     plan: Tensor,
     tile_rows: int,
     module: int,
-    columns: Sequence[int],
+    slices: int,
     in_begin: int,
-    out_begin: Sequence[int],
     v: Tensor,
-    y: Tensor,
-) -> tuple[Tensor, Tensor]:
-    v, y = v.double(), y.double()
+) -> Tensor:
+    v = v.double()
     for set_index, rows in tenants(plan, shared=True):
-        A, B = shared_set(arena, sets, x.dtype, set_index)
-        A = A[:, in_begin : in_begin + x.shape[1]]
+        A = shared_set(arena, sets, x.dtype, set_index)[0][:, in_begin : in_begin + x.shape[1]]
         for row in rows.tolist():
-            slot = int(row_slot[row])
-            parts = [Entry(arena, table, x.dtype, slot, module + i) for i in range(len(out_begin))]
-            if not any(entry.has(layout.D) for entry in parts):
-                continue
-            xA = A @ x[row].double()
-            _put_partials(v, torch.tensor([row]), x[[row]].double(), A)
-            for entry, begin, end, first in zip(parts, columns, columns[1:], out_begin):
+            parts = [Entry(arena, table, x.dtype, int(row_slot[row]), module + i) for i in range(slices)]
+            if any(entry.has(layout.D) for entry in parts):
+                v[0, row, : len(A)] = A @ x[row].double()
+    return v
+
+
+def expand(
+    v: Tensor | None,
+    shared_v: Tensor | None,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    sets: Tensor,
+    plan: Tensor,
+    tile_rows: int,
+    module: int,
+    columns: Sequence[int],
+    out_begin: Sequence[int],
+    y: Tensor,
+) -> Tensor:
+    dtype, y = y.dtype, y.double()
+
+    def update(rows: Tensor, entry: Entry, begin: int, end: int, delta: Tensor | float) -> None:
+        part = total = y[rows, begin:end]
+        if entry.has(layout.SCALE):
+            total = total + part * entry.read(layout.SCALE, end - begin)
+        if entry.has(layout.BIAS):
+            total = total + entry.read(layout.BIAS, end - begin)
+        y[rows, begin:end] = total + delta
+
+    for slot, rows in tenants(plan) if v is not None else ():
+        stride = v.shape[2] // (len(columns) - 1)
+        for i, (begin, end) in enumerate(zip(columns, columns[1:])):
+            entry, delta = Entry(arena, table, dtype, slot, module + i), 0.0
+            if entry.has(layout.B):
+                u = v[:, rows, i * stride : i * stride + entry.rank8].double().sum(0)
+                delta = u @ entry.b(end - begin).T
+            update(rows, entry, begin, end, delta)
+
+    for set_index, rows in tenants(plan, shared=True) if shared_v is not None else ():
+        A, B = shared_set(arena, sets, dtype, set_index)
+        for row in rows:
+            for i, (begin, end, first) in enumerate(zip(columns, columns[1:], out_begin)):
+                entry, delta = Entry(arena, table, dtype, int(row_slot[row]), module + i), 0.0
                 if entry.has(layout.D):
-                    d, e = entry.read(layout.D, len(xA)), entry.read(layout.E, end - begin)
-                    y[row, begin:end] += e * (B[first : first + end - begin] @ (d * xA))
-    return v, y
+                    d, e = entry.read(layout.D, len(A)), entry.read(layout.E, end - begin)
+                    delta = e * (B[first : first + end - begin] @ (d * shared_v[0, row, : len(A)].double()))
+                update(row, entry, begin, end, delta)
+    return y
 
 
 def rotate(
@@ -184,9 +207,9 @@ def shared_set(arena: Tensor, sets: Tensor, dtype: torch.dtype, index: int) -> t
 
 def tenants(plan: Tensor, shared: bool = False) -> Iterator[tuple[int, Tensor]]:
     """(slot, rows) of every private tile, or (shared set, rows) of every shared one."""
-    n = (len(plan) - layout.PLAN_HEADER) // 10
+    n = layout.plan_rows(len(plan))
     tiles = plan[layout.PLAN_HEADER + 4 * n * shared :][: 4 * n]
-    perm = plan[layout.PLAN_HEADER + 8 * n + n * shared :][:n]
+    perm = plan[len(plan) - 2 * n + n * shared :][:n]
     for key, begin, rows, _ in tiles.view(n, 4)[: plan[int(shared)]].tolist():
         yield key, perm[begin : begin + rows].long()
 
