@@ -55,10 +55,10 @@ def _device() -> str:
 
 
 def _commit() -> str:
-    """The checked-out commit, marked if files differ from it; SCUTE_COMMIT names it where there is no git history."""
-    commit = _output("git", "rev-parse", "--short", "HEAD")
-    if not commit:
-        return os.environ.get("SCUTE_COMMIT", "unknown")
+    """SCUTE_COMMIT, where the files are a copy of that commit; else the checked-out one, marked if files differ from it."""
+    commit = os.environ.get("SCUTE_COMMIT") or _output("git", "rev-parse", "--short", "HEAD")
+    if not commit or "SCUTE_COMMIT" in os.environ:
+        return commit or "unknown"
     return commit + ("-dirty" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 

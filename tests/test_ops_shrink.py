@@ -60,7 +60,7 @@ def test_empty(device):
         (lambda a: a | {"slices": 0}, "slices is 0; want 1 to 4"),
         (lambda a: a | {"v": a["v"].half()}, "v is Half; want Float"),
         (lambda a: a | {"v": a["v"][:, :6].contiguous()}, "v has 6 rows; want at least 7"),
-        (lambda a: a | {"v": a["v"][:, :, 1:].contiguous()}, "v has 47 columns; want a multiple of the 3 slices"),
+        (lambda a: a | {"v": a["v"][:, :, 1:].contiguous()}, "v has 47 columns; want a multiple of 4 for each of the 3 slices"),
         (lambda a: a | {"v": a["v"].repeat(2, 1, 1)}, "v has 2 chunks; want 1, or one for every 1024 inputs"),
     ],
 )

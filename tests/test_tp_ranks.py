@@ -34,9 +34,9 @@ DIFFERS = "the base weight in the file differs from the served one"
 EVERY_KIND = {
     EMBEDDING: random_slots(WHOLE[EMBEDDING], "terms", "magnitude"),
     LM_HEAD: random_slots(WHOLE[LM_HEAD], "terms", "rotation"),
-    ATTENTION + "k_proj": random_slots(WHOLE[ATTENTION + "k_proj"], "shared", "gain"),
     DOWN: random_slots(WHOLE[DOWN], "input_scale", "base_bias"),
 }
+SHARING = {ATTENTION + "k_proj": random_slots(WHOLE[ATTENTION + "k_proj"], "shared", "gain")}
 
 
 class Rank:
@@ -77,8 +77,9 @@ def good_loads(rank: Rank) -> dict:
     """The scales of row-parallel modules, whose norms need every rank's part."""
     folded = rank.load("dora", DORA)
     rank.load("every kind", EVERY_KIND)
+    rank.load("sharing", SHARING)
     rank.load("of the weight", FROM_WEIGHT)
-    for batch in (["dora"], ["every kind", "dora"], ["of the weight", "every kind"]):
+    for batch in (["dora"], ["every kind", "dora"], ["sharing", "every kind"], ["of the weight", "every kind"]):
         rank.pool.ensure(batch)
         rank.check()
     # numpy: a tensor would travel through a file descriptor that dies with this process

@@ -61,9 +61,9 @@ def test_an_embedding_s_ranks_add_up(names):
         local = (ids - target.inputs[0]).masked_fill(outside, 0)  # what the layer gives its embedding method
         y = target.weight()[local].clone()
         v = torch.empty(1, VOCAB, RANK)
-        rest = pool.arena, pool.table, plan.words, TILE, target.module
-        ops.lookup(local, *rest, 0, target.inputs[1] - target.inputs[0], y.dtype, v)
-        ops.expand(v, *rest, [0, target.out_features], y)
+        tables, planned = (pool.arena, pool.table), (plan.words, TILE, target.module)
+        ops.lookup(local, *tables, *planned, 0, target.inputs[1] - target.inputs[0], y.dtype, v)
+        ops.expand(v, None, plan.row_slot, *tables, pool.sets, *planned, [0, target.out_features], [0], y)
         total += y.masked_fill(outside[:, None], 0)  # as the layer does before it reduces
     one_hot = torch.eye(VOCAB, dtype=torch.float64)
     torch.testing.assert_close(total.double(), apply_slots(slots, WHOLE[EMBEDDING], one_hot), rtol=1e-5, atol=1e-5)
@@ -83,9 +83,9 @@ def test_a_head_s_padding_is_left_alone():
         y = torch.full((len(x), held.num_elements_padded), 7.0)
         y[:, :width] = x @ target.weight().T + target.bias()
         v = torch.empty(1, len(x), RANK)
-        rest = pool.arena, pool.table, plan.words, TILE, target.module
-        ops.shrink(x, *rest, 1, v)
-        ops.expand(v, *rest, [0, width], y)
+        tables, planned = (pool.arena, pool.table), (plan.words, TILE, target.module)
+        ops.shrink(x, *tables, *planned, 1, v)
+        ops.expand(v, None, plan.row_slot, *tables, pool.sets, *planned, [0, width], [0], y)
         assert (y[:, width:] == 7).all()
         columns.append(y[:, :width])
     assert [part.shape[1] for part in columns] == [64, 32]
