@@ -19,7 +19,7 @@ def table(name: str) -> str:
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    rows = (decode if name.startswith("decode") else exactness)(result["rows"])
+    rows = {"decode": decode, "traffic": traffic}.get(name.split("_")[0], exactness)(result["rows"])
     return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
 
 
@@ -38,13 +38,25 @@ def exactness(rows: list[dict]) -> str:
 
 def decode(rows: list[dict]) -> str:
     lines = [
-        "| workload | rows | tenants | ms a token | reference ms | ratio | spread | target | SGLang's best |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| workload | served by | rows | tenants | ms a token | reference ms | ratio | spread | target | SGLang's best |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         known = [f"{row[key]:g}" if row.get(key) else "" for key in ("target", "best_stock")]
         times = f"{row['tpot_ms']:.2f} | {row['base_ms']:.2f} | {row['ratio']:.3f} | {row['spread']:.3f}"
-        lines.append(f"| {row['workload']} | {row.get('bs', '')} | {row.get('tenants', '')} | {times} | {' | '.join(known)} |")
+        served_by = "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
+        lines.append(f"| {row['workload']} | {served_by} | {row.get('bs', '')} | {row.get('tenants', '')} | {times} | {' | '.join(known)} |")
+    return "\n".join(lines)
+
+
+def traffic(rows: list[dict]) -> str:
+    lines = [
+        "| requests over tenants | tenants | answered | requests a second | output tokens a second | TTFT ms, median | TPOT ms, median |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        rates = " | ".join(f"{row[key]:.1f}" for key in ("request_throughput", "output_throughput", "median_ttft_ms"))
+        lines.append(f"| {row['distribution']} | {row['tenants']} | {row['completed']} | {rates} | {row['median_tpot_ms']:.2f} |")
     return "\n".join(lines)
 
 
@@ -63,7 +75,7 @@ def main() -> None:
     if args.write:
         args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        names = sorted(path.name for kind in ("exactness", "decode") for path in RESULTS.glob(f"{kind}_*.json"))
+        names = sorted(path.name for kind in ("exactness", "decode", "traffic") for path in RESULTS.glob(f"{kind}_*.json"))
         print("\n\n".join(map(block, names)))
 
 
