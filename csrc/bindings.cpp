@@ -22,8 +22,7 @@ TORCH_LIBRARY(scute, m) {
   m.def(
       "expand(Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, "
       "int tile_rows, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
-  m.def(
-      "rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
+  m.def("rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -48,17 +47,20 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
 
 // Importing the module registers the ops above; it needs no CUDA driver.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("build_info", [] {
-    pybind11::dict info;
+  m.def(
+      "build_info",
+      [] {
+        pybind11::dict info;
 #ifdef SCUTE_WITH_CUDA
-    info["cuda_archs"] = SCUTE_CUDA_ARCHS;
-    info["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+        info["cuda_archs"] = SCUTE_CUDA_ARCHS;
+        info["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
 #else
-    info["cuda_archs"] = "";
-    info["cuda_version"] = pybind11::none();
+        info["cuda_archs"] = "";
+        info["cuda_version"] = pybind11::none();
 #endif
-    info["torch_version"] = TORCH_VERSION;
-    info["cxx"] = __VERSION__;
-    return info;
-  }, "What this extension was built for and with: cuda_archs (\"\": CPU only), cuda_version, torch_version, cxx.");
+        info["torch_version"] = TORCH_VERSION;
+        info["cxx"] = __VERSION__;
+        return info;
+      },
+      "What this extension was built for and with: cuda_archs (\"\": CPU only), cuda_version, torch_version, cxx.");
 }

@@ -9,26 +9,26 @@
 
 #include "layout.h"
 
-#define SCUTE_CHECK_DTYPE(t, want)                                                                  \
+#define SCUTE_CHECK_DTYPE(t, want) \
   TORCH_CHECK((t).scalar_type() == (want), #t " is ", (t).scalar_type(), "; want ", (want))
-#define SCUTE_CHECK_SERVING_DTYPE(t)                                                                \
-  TORCH_CHECK(scute::is_serving_dtype((t).scalar_type()), #t " is ", (t).scalar_type(),             \
+#define SCUTE_CHECK_SERVING_DTYPE(t)                                                    \
+  TORCH_CHECK(scute::is_serving_dtype((t).scalar_type()), #t " is ", (t).scalar_type(), \
               "; want Float, Half or BFloat16")
-#define SCUTE_CHECK_DEVICE(t, like)                                                                 \
+#define SCUTE_CHECK_DEVICE(t, like) \
   TORCH_CHECK((t).device() == (like).device(), #t " is on ", (t).device(), "; want ", (like).device())
 // Wanted sizes, -1 for any.
-#define SCUTE_CHECK_SHAPE(t, ...)                                                                   \
-  TORCH_CHECK(scute::has_shape(t, {__VA_ARGS__}), #t " has shape ", (t).sizes(), "; want ",         \
+#define SCUTE_CHECK_SHAPE(t, ...)                                                           \
+  TORCH_CHECK(scute::has_shape(t, {__VA_ARGS__}), #t " has shape ", (t).sizes(), "; want ", \
               c10::IntArrayRef({__VA_ARGS__}), " (-1: any)")
-#define SCUTE_CHECK_CONTIGUOUS(t)                                                                   \
+#define SCUTE_CHECK_CONTIGUOUS(t) \
   TORCH_CHECK((t).is_contiguous(), #t " has strides ", (t).strides(), "; want it contiguous")
-#define SCUTE_CHECK_ROWS_CONTIGUOUS(t)                                                              \
-  TORCH_CHECK((t).size(-1) < 2 || (t).stride(-1) == 1, #t " has strides ", (t).strides(),           \
+#define SCUTE_CHECK_ROWS_CONTIGUOUS(t)                                                    \
+  TORCH_CHECK((t).size(-1) < 2 || (t).stride(-1) == 1, #t " has strides ", (t).strides(), \
               "; want its last dimension contiguous")
 
 // Runs a lambda with scalar_t set to one of the serving dtypes.
-#define SCUTE_DISPATCH(dtype, name, ...)                                                            \
-  AT_DISPATCH_SWITCH(dtype, name,                                                                   \
+#define SCUTE_DISPATCH(dtype, name, ...)                                                                \
+  AT_DISPATCH_SWITCH(dtype, name,                                                                       \
                      AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__) \
                          AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__))
 
@@ -91,8 +91,8 @@ inline void check_sums(const at::Tensor& like, const at::Tensor& v, int64_t rows
   TORCH_CHECK(v.size(0) >= 1 && (chunks == -1 || v.size(0) == 1 || v.size(0) == chunks), "v has ", v.size(0),
               " chunks; want 1, or one for every ", kChunk, " inputs");
   TORCH_CHECK(v.size(1) >= rows, "v has ", v.size(1), " rows; want at least ", rows);
-  TORCH_CHECK(v.size(2) % (4 * slices) == 0, "v has ", v.size(2), " columns; want a multiple of 4 for each of the ", slices,
-              " slices");
+  TORCH_CHECK(v.size(2) % (4 * slices) == 0, "v has ", v.size(2), " columns; want a multiple of 4 for each of the ",
+              slices, " slices");
   TORCH_CHECK(reinterpret_cast<uintptr_t>(v.const_data_ptr()) % 16 == 0, "v begins at ", v.const_data_ptr(),
               "; want a multiple of 16 bytes");
 }

@@ -24,7 +24,8 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// What every launch reads first, or every layer again, is to stay in the L2 cache while the base's weights pass through.
+// What every launch reads first, or every layer again, is to stay in the L2 cache while the base's weights pass
+// through.
 __device__ __forceinline__ uint64_t keep_policy() {
   uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 800
@@ -92,13 +93,6 @@ __device__ __forceinline__ uint2 load_weights8(const void* p) {
   return w;
 #else
   return *static_cast<const uint2*>(p);
-#endif
-}
-
-// Brings `size` bytes into the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p, int size) {
-#ifdef __CUDA_ARCH__
-  for (int i = 0; i < size; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p) + i));
 #endif
 }
 
@@ -183,18 +177,22 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // Runs a lambda with scalar_t set to the CUDA type of a serving dtype.
-#define SCUTE_CUDA_DISPATCH(dtype, ...)                                       \
-  [&] {                                                                       \
-    const auto body = [&](auto zero) {                                        \
-      using scalar_t = decltype(zero);                                        \
-      (__VA_ARGS__)();                                                        \
-    };                                                                        \
-    switch (dtype) {                                                          \
-      case at::kFloat: return body(float{});                                  \
-      case at::kHalf: return body(__half{});                                  \
-      case at::kBFloat16: return body(__nv_bfloat16{});                       \
-      default: TORCH_CHECK(false, "no kernel for ", dtype);                   \
-    }                                                                         \
+#define SCUTE_CUDA_DISPATCH(dtype, ...)              \
+  [&] {                                              \
+    const auto body = [&](auto zero) {               \
+      using scalar_t = decltype(zero);               \
+      (__VA_ARGS__)();                               \
+    };                                               \
+    switch (dtype) {                                 \
+      case at::kFloat:                               \
+        return body(float{});                        \
+      case at::kHalf:                                \
+        return body(__half{});                       \
+      case at::kBFloat16:                            \
+        return body(__nv_bfloat16{});                \
+      default:                                       \
+        TORCH_CHECK(false, "no kernel for ", dtype); \
+    }                                                \
   }()
 
 }  // namespace scute::cuda

@@ -11,7 +11,8 @@ void expand(const std::optional<Tensor>& v, const std::optional<Tensor>& shared_
   if (y.size(0) == 0 || (!v && !shared_v)) return;
   const c10::cuda::CUDAGuard guard(y.device());
   const int64_t slices = columns.size() - 1;
-  if (prefill::expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y)) return;
+  if (prefill::expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y))
+    return;
 
   ExpandParams p = expand_params(row_slot, arena, table, sets, plan, module, columns, out_begin);
   int64_t room = 0;

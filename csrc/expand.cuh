@@ -1,8 +1,8 @@
 // Decode: y += y * scale + bias + B v, with B a tenant's own or a shared one, for which v is scaled by d and B v by e.
 //
-// What counts for few rows is how many instructions follow one another, and how many loads wait for others. The plan says
-// what each CTA works on: an equal part of a tile's columns, more CTAs for a tenant of a larger rank. A warp has 64 columns
-// at a time; its weights go from memory to registers as tensor cores take them.
+// What counts for few rows is how many instructions follow one another, and how many loads wait for others. The plan
+// says what each CTA works on: an equal part of a tile's columns, more CTAs for a tenant of a larger rank. A warp has
+// 64 columns at a time; its weights go from memory to registers as tensor cores take them.
 #pragma once
 #include "check.h"
 #include "launch.h"
@@ -11,7 +11,8 @@
 namespace scute::cuda {
 
 struct ExpandParams {
-  // Sums of parts of the inputs: of private factors, (parts, rows, slices * slice), and of shared ones, (parts, rows, ...).
+  // Sums of parts of the inputs: of private factors, (parts, rows, slices * slice), and of shared ones, (parts, rows,
+  // ...).
   struct Sums {
     const float* v;  // null: none are served
     int64_t part, row, slice;
@@ -27,30 +28,36 @@ struct ExpandParams {
   const Share* shares;
   const int32_t *perm, *shared_perm;
   int rows, workers;  // workers: shares that there may be
-  void* y;  // (rows, ...), y_stride elements between rows
+  void* y;            // (rows, ...), y_stride elements between rows
   int64_t y_stride;
-  bool y_pairs;                     // whether two of y may be read at once, from every second column of a slice on
+  bool y_pairs;  // whether two of y may be read at once, from every second column of a slice on
   int columns[kMaxSlices + 1];
-  int units[kMaxSlices + 1];        // of kUnit columns, before each slice
-  int64_t out_begin[kMaxSlices];    // the rows of a shared B at which the slices begin
-  int operand;                      // bytes of a row of operands
+  int units[kMaxSlices + 1];      // of kUnit columns, before each slice
+  int64_t out_begin[kMaxSlices];  // the rows of a shared B at which the slices begin
+  int operand;                    // bytes of a row of operands
 };
 
 constexpr int kExpandThreads = 128, kExpandWarps = kExpandThreads / 32, kExpandCtas = 4;  // of a multiprocessor
-constexpr int kUnit = 64;  // columns
+constexpr int kUnit = 64;                                                                 // columns
 
 // A share of the plan, unpacked; no rows: no work.
 struct Job {
   int slot, begin, rows;  // as in Tile
   bool shared;
-  int first, last;        // units of the layer
+  int first, last;  // units of the layer
 };
 
 __device__ __forceinline__ Job job_of(const ExpandParams& p, int worker) {
   const uint4 share = load_kept(reinterpret_cast<const uint4*>(p.shares + worker));
-  const auto unit = [&](uint32_t part) { return static_cast<int>(static_cast<uint64_t>(p.units[p.slices]) * part >> 31); };
-  return {static_cast<int>(share.x), static_cast<int>(share.y & (kMostRows - 1)),
-          static_cast<int>(share.y >> 20 & kMostTileRows), (share.y >> 31) != 0, unit(share.z), unit(share.w)};
+  const auto unit = [&](uint32_t part) {
+    return static_cast<int>(static_cast<uint64_t>(p.units[p.slices]) * part >> 31);
+  };
+  return {static_cast<int>(share.x),
+          static_cast<int>(share.y & (kMostRows - 1)),
+          static_cast<int>(share.y >> 20 & kMostTileRows),
+          (share.y >> 31) != 0,
+          unit(share.z),
+          unit(share.w)};
 }
 
 template <typename T>
@@ -80,8 +87,12 @@ __device__ __forceinline__ const uint4* entry_of(const ExpandParams& p, int slot
 template <typename T>
 __device__ __forceinline__ Row<T> row_of(const ExpandParams& p, const Job& job, int row, const uint4& vectors,
                                          const uint4& shared) {
-  Row<T> r{row, job.shared, optional<T>(p.arena, word64(vectors.x, vectors.y)),
-           optional<T>(p.arena, word64(vectors.z, vectors.w)), nullptr, nullptr};
+  Row<T> r{row,
+           job.shared,
+           optional<T>(p.arena, word64(vectors.x, vectors.y)),
+           optional<T>(p.arena, word64(vectors.z, vectors.w)),
+           nullptr,
+           nullptr};
   if (job.shared) {
     r.d = optional<T>(p.arena, word64(shared.x, shared.y));
     r.e = r.d ? optional<T>(p.arena, word64(shared.z, shared.w)) : nullptr;
@@ -102,13 +113,16 @@ __device__ __forceinline__ Row<T> shared_row(const ExpandParams& p, const Job& j
 template <typename T>
 __device__ __forceinline__ Weights shared_weights(const ExpandParams& p, const Job& job, int slice) {
   const SharedSet& set = p.sets[job.slot];
-  const bool whole = p.out_begin[slice] + p.columns[slice + 1] - p.columns[slice] <= set.out;  // else nobody adapts this slice
-  return {p.arena + set.b + p.out_begin[slice] * 8 * sizeof(T), set.out * 8, whole ? static_cast<int>(set.rank) / 8 : 0};
+  const bool whole =
+      p.out_begin[slice] + p.columns[slice + 1] - p.columns[slice] <= set.out;  // else nobody adapts this slice
+  return {p.arena + set.b + p.out_begin[slice] * 8 * sizeof(T), set.out * 8,
+          whole ? static_cast<int>(set.rank) / 8 : 0};
 }
 
 // What a job has for a slice: its weights, and the row of one token. Everything that is known is asked for at once.
 template <typename T>
-__device__ __forceinline__ void look_up(const ExpandParams& p, const Job& job, int token, int slice, Weights& weights, Row<T>& mine) {
+__device__ __forceinline__ void look_up(const ExpandParams& p, const Job& job, int token, int slice, Weights& weights,
+                                        Row<T>& mine) {
   if (job.shared) {
     weights = shared_weights<T>(p, job, slice);
     mine = shared_row<T>(p, job, token, slice);
@@ -136,8 +150,8 @@ __device__ __forceinline__ void for_each_slice(const ExpandParams& p, const Job&
 
 // Everything but the sums and y.
 inline ExpandParams expand_params(const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
-                                  const at::Tensor& sets, const at::Tensor& plan, int64_t module, at::IntArrayRef columns,
-                                  at::IntArrayRef out_begin) {
+                                  const at::Tensor& sets, const at::Tensor& plan, int64_t module,
+                                  at::IntArrayRef columns, at::IntArrayRef out_begin) {
   const int64_t rows = row_slot.numel();
   const Plan view = plan_view(plan.data_ptr<int32_t>(), rows);
   ExpandParams p{};
@@ -158,7 +172,8 @@ inline ExpandParams expand_params(const at::Tensor& row_slot, const at::Tensor& 
   p.rows = static_cast<int>(rows);
   std::copy(columns.begin(), columns.end(), p.columns);
   std::copy(out_begin.begin(), out_begin.end(), p.out_begin);
-  for (int i = 0; i < p.slices; ++i) p.units[i + 1] = p.units[i] + (p.columns[i + 1] - p.columns[i] + kUnit - 1) / kUnit;
+  for (int i = 0; i < p.slices; ++i)
+    p.units[i + 1] = p.units[i] + (p.columns[i + 1] - p.columns[i] + kUnit - 1) / kUnit;
   return p;
 }
 

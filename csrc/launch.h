@@ -41,8 +41,8 @@ inline int tuned(const char* name, int fallback) {
 template <typename Params>
 void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool dependent, const Params& params) {
   if (smem > 16 * 1024) {  // beyond 48 KB, with what the kernel declares itself, only when asked for
-    C10_CUDA_CHECK(cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
+    C10_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));

@@ -5,12 +5,12 @@
 namespace scute {
 
 constexpr int kRankStep = 8;
-constexpr int kChunk = 1024;      // inputs summed per partial of a shrink
-constexpr int kPlanHeader = 16;   // int32 words
-constexpr int64_t kAbsent = -1;   // offset of a tensor that a tenant does not have
-constexpr int kMaxSlices = 4;     // of a fused layer
-constexpr int kWorkers = 512;     // CTAs of an expand, which the plan shares out among the tiles
-constexpr int kTileWeight = 8;    // a tile's share grows with its tenant's rank plus this, for what every tile costs
+constexpr int kChunk = 1024;     // inputs summed per partial of a shrink
+constexpr int kPlanHeader = 16;  // int32 words
+constexpr int64_t kAbsent = -1;  // offset of a tensor that a tenant does not have
+constexpr int kMaxSlices = 4;    // of a fused layer
+constexpr int kWorkers = 512;    // CTAs of an expand, which the plan shares out among the tiles
+constexpr int kTileWeight = 8;   // a tile's share grows with its tenant's rank plus this, for what every tile costs
 
 enum Live : int32_t { kDelta = 1, kShared = 2, kRotated = 4 };
 
@@ -52,7 +52,8 @@ constexpr int kMostRows = 1 << 20, kMostTileRows = (1 << 11) - 1;
 // Words of a plan's header.
 enum Header { kTiles, kSharedTiles, kLiveBits, kWorkersUsed, kLargestRank, kLargestSharedRank };
 
-// View of a plan buffer for at most n rows. Tiles come first: kernels read them whole, and so they stay aligned for any n.
+// View of a plan buffer for at most n rows. Tiles come first: kernels read them whole, and so they stay aligned for any
+// n.
 struct Plan {
   int32_t* header;
   Tile *tiles, *shared_tiles;
@@ -78,8 +79,8 @@ inline int64_t plan_rows(int64_t words) {
 // The `index`-th of `count` equal shares of a tile.
 SCUTE_HD inline Share share_of(const Tile& tile, bool shared, int index, int count) {
   const auto part = [&](int i) { return static_cast<uint32_t>((static_cast<uint64_t>(i) << 31) / count); };
-  return {tile.slot, static_cast<int32_t>(tile.begin | tile.rows << 20 | static_cast<uint32_t>(shared) << 31), part(index),
-          part(index + 1)};
+  return {tile.slot, static_cast<int32_t>(tile.begin | tile.rows << 20 | static_cast<uint32_t>(shared) << 31),
+          part(index), part(index + 1)};
 }
 
 // Workers of a tile of so much weight: one, and its part of those that are over.

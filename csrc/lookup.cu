@@ -15,7 +15,7 @@ struct LookupParams {
   const int32_t* tile_count;
   const Tile* tiles;
   const int32_t* perm;
-  float* v;            // (1, rows, ...), v_row between rows
+  float* v;  // (1, rows, ...), v_row between rows
   int64_t v_row;
 };
 

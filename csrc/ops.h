@@ -12,8 +12,8 @@ using at::Tensor;
 
 using PlanOp = void(const Tensor& row_slot, const Tensor& slots, int64_t tile_rows, Tensor& plan);
 
-using ShrinkOp = void(const Tensor& x, const Tensor& arena, const Tensor& table, const Tensor& plan,
-                      int64_t tile_rows, int64_t module, int64_t slices, Tensor& v);
+using ShrinkOp = void(const Tensor& x, const Tensor& arena, const Tensor& table, const Tensor& plan, int64_t tile_rows,
+                      int64_t module, int64_t slices, Tensor& v);
 
 using LookupOp = void(const Tensor& ids, const Tensor& arena, const Tensor& table, const Tensor& plan,
                       int64_t tile_rows, int64_t module, int64_t first_id, int64_t held_ids, at::ScalarType dtype,
@@ -27,8 +27,8 @@ using ExpandOp = void(const std::optional<Tensor>& v, const std::optional<Tensor
                       const Tensor& arena, const Tensor& table, const Tensor& sets, const Tensor& plan,
                       int64_t tile_rows, int64_t module, IntArrayRef columns, IntArrayRef out_begin, Tensor& y);
 
-using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
-                      int64_t module, int64_t slices, Tensor& out);
+using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table, int64_t module,
+                      int64_t slices, Tensor& out);
 
 namespace cpu {
 PlanOp plan;

@@ -28,7 +28,8 @@ __device__ __forceinline__ RowKeys row_keys(const PlanParams& p, int row) {
   if (slot < 0 || slot >= p.keys) return {{-1, -1}, 0, 0};
   const Slot tenant = p.slots[slot];
   if (tenant.live & kShared)
-    return {{-1, tenant.shared_set >= 0 && tenant.shared_set < p.keys ? tenant.shared_set : -1}, tenant.live, tenant.rank};
+    return {
+        {-1, tenant.shared_set >= 0 && tenant.shared_set < p.keys ? tenant.shared_set : -1}, tenant.live, tenant.rank};
   return {{tenant.live & kDelta ? slot : -1, -1}, tenant.live, tenant.rank};
 }
 
@@ -53,8 +54,8 @@ __device__ unsigned long long exclusive_sum(unsigned long long value, unsigned l
   return before + sum - value;
 }
 
-// One CTA. A counting sort for each list, private tiles by slot and shared tiles by set: count the keys, sum the counts,
-// then one warp a list puts the rows in place, 32 at a time and in order, so that the result is stable.
+// One CTA. A counting sort for each list, private tiles by slot and shared tiles by set: count the keys, sum the
+// counts, then one warp a list puts the rows in place, 32 at a time and in order, so that the result is stable.
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
   extern __shared__ int32_t places[];  // [2][keys]: rows with the key, then where the next one goes; [2][keys]: ranks
   __shared__ int block_key[2][kBlockRows];

@@ -63,20 +63,21 @@ inline bool rows_aligned(const at::Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(0) * t.element_size() % 16 == 0;
 }
 
-// Whether this path serves a plan and dtype. fp32, for which there are no such products, stays with the general kernels.
+// Whether this path serves a plan and dtype. fp32, for which there are no such products, stays with the general
+// kernels.
 inline bool serves(const at::Tensor& like, int64_t tile_rows, int64_t slices) {
   return tile_rows == kTileRows && like.element_size() == 2 && slices <= kSlices;
 }
 
 // Runs a lambda with scalar_t set to the CUDA type of a 16-bit dtype.
-#define SCUTE_PREFILL_DISPATCH(dtype, ...)             \
-  [&] {                                                \
-    if ((dtype) == at::kHalf) {                        \
-      using scalar_t = __half;                         \
-      return (__VA_ARGS__)();                          \
-    }                                                  \
-    using scalar_t = __nv_bfloat16;                    \
-    return (__VA_ARGS__)();                            \
+#define SCUTE_PREFILL_DISPATCH(dtype, ...) \
+  [&] {                                    \
+    if ((dtype) == at::kHalf) {            \
+      using scalar_t = __half;             \
+      return (__VA_ARGS__)();              \
+    }                                      \
+    using scalar_t = __nv_bfloat16;        \
+    return (__VA_ARGS__)();                \
   }()
 
 }  // namespace scute::cuda::prefill

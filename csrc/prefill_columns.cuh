@@ -11,12 +11,12 @@ constexpr int kScale = kPieces, kBias = kPieces + 1, kHeld = kPieces + 2;  // an
 
 struct ExpandParams {
   Tenants t;
-  const float* v;    // (rows, ...); slices v_slice apart
+  const float* v;  // (rows, ...); slices v_slice apart
   int64_t v_row, v_slice;
-  int room;          // rank blocks that v has, rounded up to an even number
-  void* y;           // (rows, ...), y_stride elements between rows
+  int room;  // rank blocks that v has, rounded up to an even number
+  void* y;   // (rows, ...), y_stride elements between rows
   int64_t y_stride;
-  bool y_aligned;    // every slice's first column in every row, to 16 bytes
+  bool y_aligned;  // every slice's first column in every row, to 16 bytes
   int columns[kSlices + 1];
   int blocks[kSlices + 1];     // of columns, before each slice
   int64_t out_begin[kSlices];  // shared factors: the rows of B at which the slices begin
@@ -109,8 +109,8 @@ __device__ __forceinline__ void fetch(const ExpandParams& p, const Work<T>& w, u
   }
 }
 
-// Weights of 16 ranks and the warp's 32 columns. Column n of product i is 8 (n / 2) + 2 i + n % 2, which gives a lane eight
-// columns in a row of the results.
+// Weights of 16 ranks and the warp's 32 columns. Column n of product i is 8 (n / 2) + 2 i + n % 2, which gives a lane
+// eight columns in a row of the results.
 template <typename T>
 __device__ __forceinline__ void load_b(const ExpandParams& p, const Work<T>& w, int step, uint32_t (&b)[4][2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, width = width_of(p, w);
@@ -122,7 +122,8 @@ __device__ __forceinline__ void load_b(const ExpandParams& p, const Work<T>& w, 
       const int block = step * 2 + half;
       b[i][half] = 0;
       if (block < w.blocks && column < width)
-        b[i][half] = *reinterpret_cast<const uint32_t*>(w.b + block * w.b_block + static_cast<int64_t>(column) * 8 + t * 2);
+        b[i][half] =
+            *reinterpret_cast<const uint32_t*>(w.b + block * w.b_block + static_cast<int64_t>(column) * 8 + t * 2);
     }
   }
 }

@@ -1,9 +1,9 @@
 // y += y * scale + bias + B v for many rows with private factors; with shared ones (kShared) B (d * v) times e.
 //
 // Grid: a fixed number of CTAs. The blocks of 256 columns of all slices of all tiles lie on a line, a tile's blocks one
-// after another; CTA b owns the b-th of gridDim.x equal stretches of it. y and the first weights of a block are asked for
-// while the block before is at work, across the borders of tiles. Each of the eight warps has 32 columns of a
-// block and all 64 rows. y, scale and bias wait in shared memory, each lane's where only that lane reads them.
+// after another; CTA b owns the b-th of gridDim.x equal stretches of it. y and the first weights of a block are asked
+// for while the block before is at work, across the borders of tiles. Each of the eight warps has 32 columns of a block
+// and all 64 rows. y, scale and bias wait in shared memory, each lane's where only that lane reads them.
 #pragma once
 #include "prefill_columns.cuh"
 
@@ -12,7 +12,7 @@ namespace scute::cuda::prefill {
 struct ExpandShared {
   int row[kTileRows];
   float unscale[kTileRows];
-  const Entry* entry[kTileRows];  // shared factors: the row's own; null: nobody's row
+  const void *scale[kTileRows], *bias[kTileRows], *e[kTileRows];  // shared factors: the row's own; null: absent
 };
 
 // v of a tile and slice as tensor cores take it, 16 bit in two parts: [rank block][row][8 ranks]. fp16 has few
@@ -29,7 +29,12 @@ __device__ __forceinline__ void stage_v(const ExpandParams& p, const Work<T>& w,
       const Entry* entry = row >= 0 ? row_entry(p.t, row, w.slice) : nullptr;
       live &= entry && entry->d != kAbsent;
       if (live) d = reinterpret_cast<const T*>(p.t.arena + entry->d);
-      if (q == 0) s.entry[i] = entry;
+      if (q == 0) {
+        const auto vector = [&](int64_t offset) { return offset == kAbsent ? nullptr : p.t.arena + offset; };
+        s.scale[i] = entry ? vector(entry->scale) : nullptr;
+        s.bias[i] = entry ? vector(entry->bias) : nullptr;
+        s.e[i] = live ? vector(entry->e) : nullptr;
+      }
     }
     const float* v = p.v + row * p.v_row + w.slice * p.v_slice + q;
     const auto value = [&](int block) {
@@ -58,7 +63,8 @@ __device__ __forceinline__ void stage_v(const ExpandParams& p, const Work<T>& w,
 
 // sums[rows 16 m ..][product i] += v B for 16 ranks.
 template <typename T>
-__device__ __forceinline__ void multiply(const uint32_t* v, int rows, const uint32_t (&b)[4][2], float (&sums)[4][4][4]) {
+__device__ __forceinline__ void multiply(const uint32_t* v, int rows, const uint32_t (&b)[4][2],
+                                         float (&sums)[4][4][4]) {
   const int lane = threadIdx.x % 32, second = kTileRows * 4;  // words from one rank block to the next
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
@@ -82,8 +88,10 @@ __device__ __forceinline__ void finish(const ExpandParams& p, const Work<T>& w, 
   const int lane = threadIdx.x % 32, column = warp_column(w) + lane % 4 * 8, width = width_of(p, w);
   if (column >= width) return;
   const bool vector = whole(p, w, column);
-  Eight<T> scale{}, bias{}, e{};
-  bool scaled = false, biased = false, shares = false;
+  const auto load = [&](const void* vector) { return load_weights(static_cast<const T*>(vector) + column); };
+  Eight<T> scale{}, bias{};
+  Eight<T> e[kPieces / 2];  // of rows of different tenants: several under way at a time
+  bool scaled = false, biased = false;
   if constexpr (!kShared) {
     const Entry* entry = slot_entry(p.t, w.slot, w.slice);
     scaled = entry->scale != kAbsent, biased = entry->bias != kAbsent;
@@ -93,17 +101,17 @@ __device__ __forceinline__ void finish(const ExpandParams& p, const Work<T>& w, 
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int at = i * 8 + lane / 4;
+    if constexpr (kShared) {
+      if (i % 4 == 0)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (at + j * 8 < w.rows && s.e[at + j * 8]) e[j].words = load(s.e[at + j * 8]);
+    }
     if (at >= w.rows) break;
     if constexpr (kShared) {
-      const Entry* entry = s.entry[at];
-      if (!entry) continue;
-      const auto vector_of = [&](int64_t offset, Eight<T>& eight) {
-        if (offset == kAbsent) return false;
-        eight.words = load_weights(reinterpret_cast<const T*>(p.t.arena + offset) + column);
-        return true;
-      };
-      scaled = vector_of(entry->scale, scale), biased = vector_of(entry->bias, bias);
-      shares = entry->d != kAbsent && vector_of(entry->e, e);
+      scaled = s.scale[at] != nullptr, biased = s.bias[at] != nullptr;
+      if (scaled) scale.words = load(s.scale[at]);
+      if (biased) bias.words = load(s.bias[at]);
     }
     T* y = output(p, w, s.row[at], column);
     Eight<T> piece{};
@@ -119,7 +127,7 @@ __device__ __forceinline__ void finish(const ExpandParams& p, const Work<T>& w, 
     for (int c = 0; c < 8; ++c) {
       const float before = to_float(piece[c]);
       float delta = sums[i / 2][c / 2][i % 2 * 2 + c % 2] * unscale;
-      if constexpr (kShared) delta = shares ? delta * to_float(e[c]) : 0;
+      if constexpr (kShared) delta = s.e[at] ? delta * to_float(e[i % 4][c]) : 0;
       if (scaled) delta = fmaf(before, to_float(scale[c]), delta);
       if (biased) delta += to_float(bias[c]);
       piece[c] = from_float<T>(before + delta);
@@ -227,7 +235,8 @@ inline bool expand(const std::optional<at::Tensor>& v, const std::optional<at::T
                    at::IntArrayRef out_begin, at::Tensor& y) {
   const int64_t slices = columns.size() - 1;
   if (!serves(y, tile_rows, slices) || (v && (v->size(0) > 1 || !expand_fits(v->size(2) / slices))) ||
-      (shared_v && (shared_v->size(0) > 1 || !expand_fits(shared_v->size(2))))) return false;
+      (shared_v && (shared_v->size(0) > 1 || !expand_fits(shared_v->size(2)))))
+    return false;
   if (v) launch_expand<false>(*v, tenants_of(arena, table, plan, y.size(0), module, slices), columns, {}, y);
   if (shared_v) {
     const Tenants t = tenants_of(arena, table, plan, y.size(0), module, slices, &sets, &row_slot);

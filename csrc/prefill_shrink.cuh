@@ -1,8 +1,8 @@
 // v[row][rank] = A x for many rows, private factors or (kShared) one for all slices.
 //
-// Grid: a cluster of 1 to 8 CTAs for each (tile of 64 rows, group of up to 64 ranks), groups innermost; the groups of all
-// slices of a fused layer follow one another, so that small ranks read x once. The CTAs of a cluster take
-// the chunks of kRound inputs in turn. After each round they add that round's sums in the order of the chunks, every CTA
+// Grid: a cluster of 1 to 8 CTAs for each (tile of 64 rows, group of up to 64 ranks), groups innermost; the groups of
+// all slices of a fused layer follow one another, so that small ranks read x once. The CTAs of a cluster take the
+// chunks of kRound inputs in turn. After each round they add that round's sums in the order of the chunks, every CTA
 // for its part of the rows: a row's bits depend neither on its neighbours nor on the size of the cluster.
 #pragma once
 #include "cluster.cuh"
@@ -14,7 +14,7 @@ constexpr int kShrinkThreads = 128;  // each of the four warps has 16 rows
 constexpr int kGroup = 8;            // rank blocks of a group
 constexpr int kStep = 64;            // inputs of a stage
 constexpr int kStages = 4;
-constexpr int kRound = 512;          // inputs that a CTA sums before sums are added up
+constexpr int kRound = 512;  // inputs that a CTA sums before sums are added up
 constexpr int kSteps = kRound / kStep;
 constexpr int kMaxCluster = 8;
 
@@ -22,7 +22,7 @@ struct ShrinkParams {
   Tenants t;
   const void* x;  // (rows, in), x_stride elements between rows, 16-byte aligned
   int64_t x_stride;
-  float* v;       // (rows, slices * v_slice)
+  float* v;  // (rows, slices * v_slice)
   int64_t v_row, v_slice;
   bool v_aligned;
   int in, in_begin;
@@ -90,8 +90,9 @@ __device__ __forceinline__ bool prepare(const ShrinkParams& p, ShrinkShared& s, 
   return s.blocks > 0;
 }
 
-// One stage: 64 inputs of 64 rows, and of the group's rank blocks. In 16-byte units, placed so that neither the copies nor
-// the reads of `multiply` meet in a bank: unit u of row r at u ^ 4 (r % 2), rank r of core matrix c at r ^ 2 (c % 4).
+// One stage: 64 inputs of 64 rows, and of the group's rank blocks. In 16-byte units, placed so that neither the copies
+// nor the reads of `multiply` meet in a bank: unit u of row r at u ^ 4 (r % 2), rank r of core matrix c at r ^ 2 (c %
+// 4).
 template <typename T>
 struct Loader {
   const ShrinkParams& p;

@@ -6,8 +6,8 @@ namespace scute::cuda {
 namespace {
 
 constexpr int kProjectThreads = 128, kProjectWarps = kProjectThreads / 32;
-constexpr int kProjectSteps = 8;                                     // products of 32 inputs of a warp
-constexpr int kProjectInputs = kProjectWarps * kProjectSteps * 32;   // of an item; its ranks are one block of 8
+constexpr int kProjectSteps = 8;                                    // products of 32 inputs of a warp
+constexpr int kProjectInputs = kProjectWarps * kProjectSteps * 32;  // of an item; its ranks are one block of 8
 static_assert(kProjectInputs == kChunk);
 
 // 16 bit. One burst of eight 16-byte loads a lane; half of each tensor-core product stays empty. A and B are the same
@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kProjectThreads, 6) project_kernel(const __gri
 #pragma unroll
       for (int step = 0; step < kProjectSteps; ++step) {
         w[step] = make_uint4(0, 0, 0, 0);
-        if (step * 4 < eights) w[step] = load_weights<true>(static_cast<const T*>(item.a) + (first + step * 4) * 64 + g * 8);
+        if (step * 4 < eights)
+          w[step] = load_weights<true>(static_cast<const T*>(item.a) + (first + step * 4) * 64 + g * 8);
       }
       if (!waited) pdl_wait();
       waited = true;
@@ -68,7 +69,8 @@ __global__ void __launch_bounds__(kProjectThreads) add_parts_kernel(const __grid
   for (int tile = blockIdx.x / kEach; tile < tiles; tile += gridDim.x / kEach) {
     const Tile listed = p.list.tiles[tile];
     const int rank8 = static_cast<int>(p.sets[listed.slot].rank);
-    for (int i = blockIdx.x % kEach * kProjectThreads + threadIdx.x; i < listed.rows * rank8; i += kEach * kProjectThreads) {
+    for (int i = blockIdx.x % kEach * kProjectThreads + threadIdx.x; i < listed.rows * rank8;
+         i += kEach * kProjectThreads) {
       float* v = p.v + p.list.perm[listed.begin + i / rank8] * p.v_row + i % rank8;
       float sum = *v;
 #pragma unroll 7

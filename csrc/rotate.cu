@@ -13,9 +13,9 @@ struct RotateParams {
   const char* arena;
   const Entry* table;  // of the first slice's module; modules entries between slots
   int modules, slots;
-  void* out;           // (slices, rows, in)
+  void* out;  // (slices, rows, in)
   int rows, in, slices, rows_each, spans;
-  bool aligned;        // x, to 16 bytes in every row
+  bool aligned;  // x, to 16 bytes in every row
 };
 
 constexpr int kRotateThreads = 256;  // each warp has 32 columns of the span
@@ -64,12 +64,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
-// sums[q] += x D for 16 rows; low and high: the lane's eight inputs 8 t .. of rows g and g + 8. Column n of product q is
-// 8 (n / 2) + 2 q + n % 2, so that a lane gets columns 8 t .. 8 t + 7: those that it has of x.
+// sums[q] += x D for 16 rows; low and high: the lane's eight inputs 8 t .. of rows g and g + 8. Column n of product q
+// is 8 (n / 2) + 2 q + n % 2, so that a lane gets columns 8 t .. 8 t + 7: those that it has of x.
 template <typename T>
-__device__ __forceinline__ void multiply_tile(const uint4& low, const uint4& high, const uint4 (&d)[4], float (&sums)[4][4]) {
+__device__ __forceinline__ void multiply_tile(const uint4& low, const uint4& high, const uint4 (&d)[4],
+                                              float (&sums)[4][4]) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     uint32_t b[4];
@@ -113,22 +116,25 @@ __device__ __forceinline__ void rotate_row(const RotateParams& p, Rotation r, in
     return;
   }
   const int block = column / r.size, inside = column % r.size;
-  const T* d = static_cast<const T*>(r.blocks) + (r.one_block ? 0 : static_cast<int64_t>(block) * r.size * r.size) + inside;
+  const T* d =
+      static_cast<const T*>(r.blocks) + (r.one_block ? 0 : static_cast<int64_t>(block) * r.size * r.size) + inside;
   const T* from = x + block * r.size;
   float sums[4] = {};
   for (int k = 0; k < r.size; k += 4)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (k + i < r.size) sums[i] = fmaf(to_float(from[k + i]), to_float(d[static_cast<int64_t>(k + i) * r.size]), sums[i]);
+      if (k + i < r.size)
+        sums[i] = fmaf(to_float(from[k + i]), to_float(d[static_cast<int64_t>(k + i) * r.size]), sums[i]);
   out[column] = from_float<T>(to_float(x[column]) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
 }
 
-// Grid: (group of rows_each rows, slice, span of 256 columns), spans innermost. A warp has 32 columns of its group's rows and
-// goes through the tenants among them: whatever rows a product is shared with, a row's own result is the same.
+// Grid: (group of rows_each rows, slice, span of 256 columns), spans innermost. A warp has 32 columns of its group's
+// rows and goes through the tenants among them: whatever rows a product is shared with, a row's own result is the same.
 template <typename T>
 __global__ void __launch_bounds__(kRotateThreads, 4) rotate_kernel(const __grid_constant__ RotateParams p) {
   pdl_trigger();
-  const int span = blockIdx.x % p.spans, slice = blockIdx.x / p.spans % p.slices, group = blockIdx.x / p.spans / p.slices;
+  const int span = blockIdx.x % p.spans, slice = blockIdx.x / p.spans % p.slices,
+            group = blockIdx.x / p.spans / p.slices;
   const int lane = threadIdx.x % 32, g = lane / 4, first = group * p.rows_each;
   const int begin = span * kSpan + static_cast<int>(threadIdx.x) / 32 * kTile, column = begin + lane % 4 * 8;
   const int count = min(p.rows_each, p.rows - first);

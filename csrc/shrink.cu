@@ -10,7 +10,8 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
   check_shrink(x, arena, table, plan, tile_rows, module, slices, v);
   if (x.size(0) == 0) return;
   const c10::cuda::CUDAGuard guard(x.device());
-  if (prefill::shrink(x, arena, table, plan, tile_rows, module, slices, v)) return;  // what follows serves tiles of any size
+  if (prefill::shrink(x, arena, table, plan, tile_rows, module, slices, v))
+    return;  // what follows serves tiles of any size
   const int64_t rows = x.size(0);
   const Plan view = plan_view(plan.data_ptr<int32_t>(), rows);
 

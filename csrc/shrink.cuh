@@ -7,16 +7,16 @@
 namespace scute::cuda {
 
 struct ShrinkParams {
-  const void* x;        // (rows, in), x_stride elements between rows
+  const void* x;  // (rows, in), x_stride elements between rows
   int64_t x_stride;
   const char* arena;
-  const Entry* table;   // of the first slice's module; modules entries between slots
+  const Entry* table;  // of the first slice's module; modules entries between slots
   int modules;
-  WorkList list;        // turn: a span of ranks; unit: a slice and a part of the inputs
-  int span;             // ranks of an item
-  int part;             // inputs of an item
+  WorkList list;  // turn: a span of ranks; unit: a slice and a part of the inputs
+  int span;       // ranks of an item
+  int part;       // inputs of an item
   Divisor parts;
-  float* v;             // (parts, rows, slices * stride)
+  float* v;  // (parts, rows, slices * stride)
   int64_t v_part, v_row, stride;
   int in;
   // project only: one matrix for all slices, of which the layer uses inputs in_begin ..
@@ -25,9 +25,9 @@ struct ShrinkParams {
 };
 
 struct ShrinkItem {
-  const void* a;      // first rank block, first input
-  int block;          // elements from one rank block to the next
-  int begin, rows;    // of the piece
+  const void* a;    // first rank block, first input
+  int block;        // elements from one rank block to the next
+  int begin, rows;  // of the piece
   int ranks;
   int first, inputs;  // first input
   float* v;           // at the part and column
@@ -49,7 +49,8 @@ struct ShrinkResolve {
       in = set.in;
       rank8 = p.in_begin + p.in <= in ? static_cast<int>(set.rank) : 0;
     } else {
-      const uint4* entry = reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(place.slot) * p.modules + slice);
+      const uint4* entry =
+          reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(place.slot) * p.modules + slice);
       const uint4 factors = load_kept(entry), meta = load_kept(entry + 3);
       a = word64(factors.x, factors.y);
       in = p.in;
@@ -68,10 +69,10 @@ struct ShrinkResolve {
 };
 
 constexpr int kShrinkThreads = 128, kShrinkWarps = kShrinkThreads / 32;
-constexpr int kShrinkCtas = 6;                            // of a multiprocessor
-constexpr int kGroups = 2;                                // of 16 ranks, in a span of a private factor
-constexpr int kStretch = 512;                             // inputs that a CTA does at a time
-constexpr int kSteps = kStretch / (kShrinkWarps * 32);    // products of 32 inputs that a warp does of them
+constexpr int kShrinkCtas = 6;                          // of a multiprocessor
+constexpr int kGroups = 2;                              // of 16 ranks, in a span of a private factor
+constexpr int kStretch = 512;                           // inputs that a CTA does at a time
+constexpr int kSteps = kStretch / (kShrinkWarps * 32);  // products of 32 inputs that a warp does of them
 
 // A warp's share of one stretch of one group of 16 ranks.
 template <typename T>
@@ -137,7 +138,8 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(con
         for (int group = 0; group < groups; ++group) {
           const bool last_group = group + 1 == groups, final = last_group && chunk + 1 == chunks;
           if (final) next = items.next();
-          const ShrinkLoad<T> load(final && next ? *next : item, last_group ? 0 : group + 1, final ? 0 : chunk + last_group);
+          const ShrinkLoad<T> load(final && next ? *next : item, last_group ? 0 : group + 1,
+                                   final ? 0 : chunk + last_group);
           float* own = &partial[turn][warp][2 * t][group * 16 + g];
           constexpr int kRow = kGroups * 16 + 4;
           float sums[4] = {};

@@ -37,8 +37,8 @@ struct WorkList {
   int span;                // ranks of a turn
   const Tile* tiles;
   const int32_t* perm;
-  int capacity;          // tiles that there may be
-  int items;             // in all turns
+  int capacity;              // tiles that there may be
+  int items;                 // in all turns
   Divisor turn, tile, unit;  // items of a turn, of a tile, of a piece
 };
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ bool find_place(const WorkList& list, int item, Place
 
 constexpr int kWindow = 32;  // items of one CTA that are looked up at a time, one a lane of the first warp
 
-// The items of this CTA that have work, of the numbers blockIdx.x, + gridDim.x, ... A window of them is looked up at the
-// same time, so that between two items no CTA waits for the plan or the table:
+// The items of this CTA that have work, of the numbers blockIdx.x, + gridDim.x, ... A window of them is looked up at
+// the same time, so that between two items no CTA waits for the plan or the table:
 //   for (; items.look_up(); ) for (item = items.next(); item; item = items.next()) ...
 // All threads call the members together. There are at least as many items as CTAs.
 template <typename Item>
@@ -97,13 +97,14 @@ struct Items {
   __device__ __forceinline__ bool look_up() {
     const WorkList& list = resolve.p.list;
     if (base >= static_cast<int>(gridDim.x)) __syncthreads();
-    else items = min(list.items, (load_kept(list.largest) + list.span - 1) / list.span * static_cast<int>(list.turn.value));
+    else
+      items =
+          min(list.items, (load_kept(list.largest) + list.span - 1) / list.span * static_cast<int>(list.turn.value));
     if (base >= items) return false;
     if (threadIdx.x < kWindow) {
       const int number = base + static_cast<int>(threadIdx.x * gridDim.x);
       Place place;
-      const bool found =
-          number < items && find_place(list, number, place) && resolve(place, shared.item[threadIdx.x]);
+      const bool found = number < items && find_place(list, number, place) && resolve(place, shared.item[threadIdx.x]);
       const unsigned mask = __ballot_sync(~0u, found);
       if (threadIdx.x == 0) shared.live = mask;
     }

@@ -103,6 +103,12 @@ def test_defaults_that_scute_changes():
     assert type(hooks_args.defaults(arguments(max_loras_per_batch=Given(8)))["max_loras_per_batch"]) is int
 
 
+def test_more_slots_than_the_plan_holds_are_refused():
+    hooks_args.refuse(arguments(max_loras_per_batch=options.MOST_SLOTS))
+    with pytest.raises(ValueError, match="does not support --max-loras-per-batch 4097: want at most 4096"):
+        hooks_args.refuse(arguments(max_loras_per_batch=options.MOST_SLOTS + 1))
+
+
 @pytest.mark.parametrize("name", sorted(hooks_args.REFUSED))
 def test_what_cannot_be_exact_is_refused_by_its_flag(name):
     served, _ = hooks_args.REFUSED[name]

@@ -14,8 +14,8 @@ struct Slice {
   const T* vector(int64_t offset) const { return offset == kAbsent ? nullptr : tensors.at<T>(offset, outputs); }
 
   // b: [rank8 / 8][b_outputs][8], from output `first` on; null: no low-rank term.
-  void update(int64_t row, const Entry& entry, const T* b, int64_t b_outputs, int64_t first, const std::vector<float>& u,
-              const T* e) const {
+  void update(int64_t row, const Entry& entry, const T* b, int64_t b_outputs, int64_t first,
+              const std::vector<float>& u, const T* e) const {
     const T *scale = vector(entry.scale), *bias = vector(entry.bias);
     T* out = y + row * y_stride;
     for (int64_t col = 0; col < outputs; ++col) {

@@ -24,8 +24,7 @@ void lookup(const Tensor& ids, const Tensor& arena, const Tensor& table, const T
         const int64_t row = tiles.row(tile, i);
         const int64_t id = ids.const_data_ptr<int64_t>()[row] - first_id;
         float* out = v.data_ptr<float>() + row * v.stride(1);
-        if (id >= 0 && id < held_ids)
-          std::copy_n(a + id * rank8, rank8, out);
+        if (id >= 0 && id < held_ids) std::copy_n(a + id * rank8, rank8, out);
         else  // another tensor-parallel rank holds this id
           std::fill_n(out, rank8, 0.0f);
       }

@@ -19,7 +19,8 @@ struct TileList {
   // Sorts the rows by (key, row) and cuts those of each key into tiles.
   void write(std::vector<KeyedRow> rows, int64_t tile_rows, int32_t* perm) {
     std::sort(rows.begin(), rows.end());
-    const int32_t end = static_cast<int32_t>(rows.size()), step = static_cast<int32_t>(std::min<int64_t>(tile_rows, end));
+    const int32_t end = static_cast<int32_t>(rows.size()),
+                  step = static_cast<int32_t>(std::min<int64_t>(tile_rows, end));
     for (int32_t begin = 0, next; begin < end; begin = next) {
       int32_t rank = 0;
       for (next = begin; next < end && rows[next].key == rows[begin].key; ++next) {

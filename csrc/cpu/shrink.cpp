@@ -23,8 +23,8 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
       const scalar_t* a = tensors.at<scalar_t>(entry.a, rank8 * inputs);
       for (int64_t i = 0; i < tile.rows; ++i) {
         const int64_t row = tiles.row(tile, i);
-        multiply_a(x.const_data_ptr<scalar_t>() + row * x.stride(0), inputs, a, inputs, 0, rank8, v.size(0), v.stride(0),
-                   v.data_ptr<float>() + row * v.stride(1) + slice * stride);
+        multiply_a(x.const_data_ptr<scalar_t>() + row * x.stride(0), inputs, a, inputs, 0, rank8, v.size(0),
+                   v.stride(0), v.data_ptr<float>() + row * v.stride(1) + slice * stride);
       }
     });
   });

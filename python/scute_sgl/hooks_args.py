@@ -87,6 +87,9 @@ def refuse(view) -> None:
         if value and value not in served:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"--lora-backend scute does not support {flag} {value}: {why}")
+    if view.max_loras_per_batch > options.MOST_SLOTS:
+        flag = f"--max-loras-per-batch {view.max_loras_per_batch}"
+        raise ValueError(f"--lora-backend scute does not support {flag}: want at most {options.MOST_SLOTS}")
     for name, why in REFUSED_ENVIRONMENT.items():
         if os.environ.get(name, "0").lower() in ("1", "true", "yes"):
             raise ValueError(f"--lora-backend scute does not support {name}: {why}")

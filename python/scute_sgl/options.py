@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 
 MIB = 1 << 20
 DEFAULT_SLOTS = 1024  # --max-loras-per-batch left at its default
+MOST_SLOTS = 4096  # that the plan op's shared memory holds
 CPU_ARENA_MB = 256
 CPU_MAX_TOTAL_TOKENS = 65_536
 GPU_ARENA_SHARE, GPU_ARENA_MB = 0.1, 8192

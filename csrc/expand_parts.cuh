@@ -1,0 +1,228 @@
+// What a warp of the decode expand works with: v as operands, its columns of y, its weights.
+#pragma once
+#include "expand.cuh"
+
+namespace scute::cuda {
+
+// Operands of a rank above 16 in shared memory: for each token [blocks of 8 ranks][high, low][8].
+__host__ __device__ __forceinline__ int operand_row(int room) { return (room + 31) / 32 * 32 * 4 + 16; }
+
+constexpr int kResultRow = kUnit + 8;
+
+template <typename T>
+struct ExpandShared {
+  float results[kExpandWarps][kTokens * kResultRow];
+  float unscale[kTokens];
+  Row<T> rows[kTokens];  // above rank 16
+};
+
+// The power of two that brings a row's largest value near 2^10: fp16 has few exponents. It depends on that row only.
+template <typename T>
+__device__ __forceinline__ int shift_of(float largest) {
+  if constexpr (!std::is_same_v<T, __half>) return 0;
+  const int exponent = __float_as_int(largest) >> 23 & 0xff;  // biased by 127
+  return largest > 0 && exponent < 255 ? max(-126, min(126, 127 + 10 - exponent)) : 0;
+}
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// A 16-bit number and what it misses of a value.
+template <typename T>
+__device__ __forceinline__ T part_of(float value, bool low) {
+  const T high = from_float<T>(value);
+  return low ? from_float<T>(value - to_float(high)) : high;
+}
+
+__device__ __forceinline__ void add(float4& sum, const float4& more) {
+  sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+}
+
+// The sum of v's parts for four ranks of a row.
+__device__ __forceinline__ float4 sum_parts(const ExpandParams::Sums& sums, const float* from) {
+  float4 sum = *reinterpret_cast<const float4*>(from);
+#pragma unroll 4
+  for (int part = 1; part < sums.parts; ++part) add(sum, *reinterpret_cast<const float4*>(from + part * sums.part));
+  return sum;
+}
+
+// Up to 16 ranks: four of a row's sums as a lane needs them; the row's four lanes are neighbours.
+template <typename T>
+__device__ __forceinline__ uint2 narrow_operand(const float4& v, bool low, float& unscale) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  const int shift = shift_of<T>(largest);
+  const float scale = power_of_two(shift);
+  unscale = __shfl_sync(~0u, power_of_two(-shift), threadIdx.x % 4 * 8);  // of the token whose results the lane gets
+  return make_uint2(pack(part_of<T>(v.x * scale, low), part_of<T>(v.y * scale, low)),
+                    pack(part_of<T>(v.z * scale, low), part_of<T>(v.w * scale, low)));
+}
+
+// More ranks, or shared factors: all rows' operands in shared memory. First the sums, then each, in place, as two
+// parts.
+template <typename T>
+__device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job& job, int slice, int rank8,
+                                               char* operands, ExpandShared<T>& s) {
+  const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows), fours = padded / 4;
+  const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < rows * fours; i += kExpandThreads) {
+    const int token = quotient(i, fours), rank = (i - token * fours) * 4;
+    const Row<T>& r = s.rows[token];
+    float4 sum = make_float4(0, 0, 0, 0);
+    if (rank < rank8 && (!job.shared || r.d)) {
+      sum = sum_parts(sums, sums.v + r.row * sums.row + slice * sums.slice + rank);
+      if (job.shared) {
+        const uint2 words = *reinterpret_cast<const uint2*>(r.d + rank);
+        const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
+        sum.x *= low.x, sum.y *= low.y, sum.z *= high.x, sum.w *= high.y;
+      }
+    }
+    *reinterpret_cast<float4*>(operands + token * p.operand + rank * 4) = sum;
+  }
+  __syncthreads();
+  for (int token = threadIdx.x / 32; token < rows; token += kExpandWarps) {
+    float* row = reinterpret_cast<float*>(operands + token * p.operand);
+    float largest = 0;
+    for (int rank = lane; rank < rank8; rank += 32) largest = fmaxf(largest, fabsf(row[rank]));
+#pragma unroll
+    for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    const int shift = shift_of<T>(largest);
+    const float scale = power_of_two(shift);
+    if (lane == 0) s.unscale[token] = power_of_two(-shift);
+    for (int rank = lane; rank < padded; rank += 32) {
+      const float value = row[rank] * scale;
+      __syncwarp();
+      T* high = reinterpret_cast<T*>(row) + rank / 8 * 16 + rank % 8;
+      high[0] = from_float<T>(value);
+      high[8] = part_of<T>(value, true);
+      __syncwarp();
+    }
+  }
+}
+
+// Two neighbouring numbers of y of which `left` are there. What is rarely run is kept out of the way: between two
+// layers a kernel's instructions come from far.
+template <typename T>
+__device__ __noinline__ uint32_t load_some(const T* p, int left) {
+  return left > 0 ? pack(p[0], left > 1 ? p[1] : from_float<T>(0)) : 0;
+}
+template <typename T>
+__device__ __noinline__ void store_some(T* p, uint32_t pair, int left) {
+  if (left > 0) p[0] = reinterpret_cast<const T*>(&pair)[0];
+  if (left > 1) p[1] = reinterpret_cast<const T*>(&pair)[1];
+}
+
+// A lane's two columns of a unit, in four rows at a time: y is asked for before the products, and finished after them.
+template <typename T, bool kNarrow>
+struct Columns {
+  static constexpr int kRows = 4;
+  T* y;  // of row 0, the slice's first column
+  int64_t y_stride;
+  bool pairs;
+  int width, rows;
+  int low, high;          // rows of tokens lane / 8 and 4 + lane / 8
+  const T *scale, *bias;  // private factors
+  const ExpandShared<T>& s;
+  uint32_t before[kRows], e[kRows];
+
+  __device__ __forceinline__ T* at(int half, int token, int column) const {
+    return y + __shfl_sync(~0u, half ? high : low, token * 8) * y_stride + column;
+  }
+  __device__ __forceinline__ void ask(int half, int column) {
+    const bool whole = pairs && column + 2 <= width;
+#pragma unroll
+    for (int token = 0; token < kRows; ++token) {
+      if (half * kRows + token >= rows) break;
+      const T* from = at(half, token, column);
+      before[token] = whole ? *reinterpret_cast<const uint32_t*>(from) : load_some(from, width - column);
+      if constexpr (!kNarrow) {
+        const T* vector = s.rows[half * kRows + token].e;
+        e[token] = vector && column < width ? *reinterpret_cast<const uint32_t*>(vector + column) : 0;
+      }
+    }
+  }
+  __device__ __forceinline__ static float2 vector(const T* v, int column, bool there) {  // the arena has room behind it
+    return unpack<T>(v && there ? *reinterpret_cast<const uint32_t*>(v + column) : 0);
+  }
+  __device__ __forceinline__ void finish(int half, int column, const float* results) {
+    const bool there = column < width, whole = pairs && column + 2 <= width;
+    float2 by, add;
+    if constexpr (kNarrow) by = vector(scale, column, there), add = vector(bias, column, there);
+#pragma unroll
+    for (int token = 0; token < kRows; ++token) {
+      if (half * kRows + token >= rows) break;
+      float2 delta = *reinterpret_cast<const float2*>(results + (half * kRows + token) * kResultRow);
+      if constexpr (!kNarrow) {
+        const Row<T>& r = s.rows[half * kRows + token];
+        by = vector(r.scale, column, there), add = vector(r.bias, column, there);
+        if (r.shared) {
+          const float2 factor = unpack<T>(e[token]);
+          delta.x = r.e ? delta.x * factor.x : 0, delta.y = r.e ? delta.y * factor.y : 0;
+        }
+      }
+      const float2 was = unpack<T>(before[token]);
+      const uint32_t now = pack(from_float<T>(was.x + (fmaf(was.x, by.x, delta.x) + add.x)),
+                                from_float<T>(was.y + (fmaf(was.y, by.y, delta.y) + add.y)));
+      T* to = at(half, token, column);
+      if (whole) *reinterpret_cast<uint32_t*>(to) = now;
+      else store_some(to, now, width - column);
+    }
+  }
+};
+
+// The weights of a unit, or of 32 ranks of it, as the 16-row operand of tensor cores: columns are rows, four groups of
+// them. Lane 4 g + t has columns 16 i + g and 16 i + 8 + g: up to 16 ranks, four of rank block t / 2; else all of block
+// t.
+template <bool kNarrow>
+struct UnitWeights {
+  uint4 w[kNarrow ? 4 : 8];
+
+  template <typename T>
+  __device__ __forceinline__ void load(const Weights& weights, int step, int column, int width) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, block = kNarrow ? t / 2 : step * 4 + t;
+    const char* b = weights.b + (block * weights.block + (column + g) * 8) * 2 + (kNarrow ? t % 2 * 8 : 0);
+    const int there = block < weights.blocks ? width - column - g : 0;
+    if (there >= kUnit - 7 && width - column >= kUnit) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kNarrow) {
+          const uint2 low = load_weights8(b + i * 256), high = load_weights8(b + i * 256 + 128);
+          w[i] = make_uint4(low.x, high.x, low.y, high.y);
+        } else {
+          w[2 * i] = load_weights(b + i * 256), w[2 * i + 1] = load_weights(b + i * 256 + 128);
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (auto& words : w) words = make_uint4(0, 0, 0, 0);
+    if (there <= 0) return;
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      if (8 * i >= there) break;
+      const uint4 words = kNarrow ? make_uint4(load_weights8(b + i * 128).x, load_weights8(b + i * 128).y, 0, 0)
+                                  : load_weights(b + i * 128);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // a register has no index
+        if constexpr (kNarrow) {
+          if (i == 2 * j) w[j].x = words.x, w[j].z = words.y;
+          if (i == 2 * j + 1) w[j].y = words.x, w[j].w = words.y;
+        } else {
+          if (i == 2 * j) w[2 * j] = words;
+          if (i == 2 * j + 1) w[2 * j + 1] = words;
+        }
+      }
+    }
+  }
+  // sums[i] of columns 16 i + g (0, 1) and 16 i + 8 + g (2, 3), the high and the low part of a token's v.
+  template <typename T, typename Operand>
+  __device__ __forceinline__ void multiply(const Operand& v, float (&sums)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kNarrow) mma<T>(sums[i], w[i].x, w[i].y, w[i].z, w[i].w, v.x, v.y);
+      else mma32<T>(sums[i], w[2 * i], w[2 * i + 1], v);
+    }
+  }
+};
+
+}  // namespace scute::cuda
