@@ -13,7 +13,8 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,12 +76,11 @@ def start_scute(settings: Settings, tenants: dict[str, Kind]):
         max_loras_per_batch=settings.slots,
         scute_arena_mb=int(1.05 * need / 2**20) + 512,
     )
-    for name, kind in tenants.items():
-        path = write_adapter(settings.scratch, kind, name, device=settings.device)
-        reply = engine.load_lora_adapter(name, str(path))
-        if not reply.success:
-            raise RuntimeError(reply.error_message)
-        shutil.rmtree(path)
+    with written(settings, tenants) as paths:
+        for name, path in paths.items():
+            reply = engine.load_lora_adapter(name, str(path))
+            if not reply.success:
+                raise RuntimeError(reply.error_message)
     return engine
 
 
@@ -89,20 +89,25 @@ def start_stock(settings: Settings, backend: str, rank: int, tenants: dict[str, 
     os.environ[EXPERIMENTAL] = "1" if backend == "triton_experimental" else "0"
     import sglang
 
-    paths = {}
-    for name, kind in tenants.items():
-        paths[name] = write_adapter(settings.scratch, kind, name, device=settings.device)
-    engine = sglang.Engine(
-        **settings.arguments(),
-        enable_lora=True,
-        lora_backend=STOCK[backend],
-        lora_paths=[f"{name}={path}" for name, path in paths.items()],
-        max_loras_per_batch=len(tenants) + 1,
-        max_lora_rank=rank,
-    )
+    with written(settings, tenants) as paths:
+        return sglang.Engine(
+            **settings.arguments(),
+            enable_lora=True,
+            lora_backend=STOCK[backend],
+            lora_paths=[f"{name}={path}" for name, path in paths.items()],
+            max_loras_per_batch=len(tenants) + 1,
+            max_lora_rank=rank,
+        )
+
+
+@contextmanager
+def written(settings: Settings, tenants: dict[str, Kind]) -> Iterator[dict[str, Path]]:
+    """Each tenant's adapter folder, one for all of a kind: every load makes a copy of its own in the engine's memory."""
+    first = {kind: name for name, kind in reversed(tenants.items())}
+    paths = {kind: write_adapter(settings.scratch, kind, name, device=settings.device) for kind, name in first.items()}
+    yield {name: paths[kind] for name, kind in tenants.items()}
     for path in paths.values():
         shutil.rmtree(path)
-    return engine
 
 
 class EngineProcess:
