@@ -1,7 +1,7 @@
 """What the decode benchmark runs: model shapes, tenants and the workloads of the results table, by name.
 
-A tenant is named after its kind and number ("lora16_3"); tenants of a kind have equal weights, each a copy of its own. A workload
-is a batch size and the tenants that its rows use in turn. Comparisons divide one workload by another of the
+A tenant is named after its kind and number ("lora16_3"); tenants of a kind have equal weights, each a copy of its own.
+A workload is a batch size and the tenants that its rows use in turn. Comparisons divide one workload by another of the
 same backend instead of by the base model's step.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from servers import TOLERANCE, Server, prompt
 
-from scute_sgl.support import SUPPORT
+from scute_sgl.supported import SUPPORT
 
 LABELS = [row.label for row in SUPPORT]  # in lower case each is the name of an adapter of make_adapters.py
 
