@@ -19,7 +19,7 @@ def table(name: str) -> str:
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    rows = {"decode": decode, "traffic": traffic}.get(name.split("_")[0], exactness)(result["rows"])
+    rows = {"decode": decode, "traffic": traffic, "own": own_bytes}.get(name.split("_")[0], exactness)(result["rows"])
     return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
 
 
@@ -60,6 +60,18 @@ def traffic(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def own_bytes(rows: list[dict]) -> str:
+    lines = [
+        "| method | bytes | of a rank-64 LoRA's | shared, once for all adapters | own tensors of the file | larger, because |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        shared = f"{row['shared']:,}" if row["shared"] else ""
+        sizes = f"{row['bytes']:,} | {row['of_lora64']:.3f} | {shared} | {row['file']:,}"
+        lines.append(f"| {row['method']} | {sizes} | {row['fat'] or ''} |")
+    return "\n".join(lines)
+
+
 def block(name: str) -> str:
     return f"<!-- table: {name} -->\n{table(name)}\n<!-- end -->"
 
@@ -75,7 +87,7 @@ def main() -> None:
     if args.write:
         args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        names = sorted(path.name for kind in ("exactness", "decode", "traffic") for path in RESULTS.glob(f"{kind}_*.json"))
+        names = sorted(path.name for kind in ("exactness", "decode", "traffic", "own") for path in RESULTS.glob(f"{kind}_*.json"))
         print("\n\n".join(map(block, names)))
 
 
