@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import all_finite
 from scute_sgl.methods import METHODS, NOT_SERVED
 from scute_sgl.slots import Adapter, BaseShape
 
@@ -71,7 +72,7 @@ def read_adapter(
     if base is not None:
         _check_added_tokens(Path(path) / ADDED_TOKENS, base.vocab_size)
     for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise AdapterError("bad_shape", "found NaN or infinity, want finite numbers", key=key)
     return METHODS[method].read(config, tensors, base)
 

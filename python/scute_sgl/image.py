@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scute_sgl import layout
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import all_finite
 from scute_sgl.slots import Folded, SharedTerm, Target
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
@@ -148,7 +149,7 @@ class _Packer:
     def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
         """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
         cast = tensor.to(self.dtype)
-        if not cast.isfinite().all():
+        if not all_finite(cast):
             largest = tensor.abs().max().item()
             hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
             raise AdapterError("bad_config", hint, module=t.path, key=name)

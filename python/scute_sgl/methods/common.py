@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scute_sgl import names
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import all_finite
 from scute_sgl.slots import Adapter, Slots, Term
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
@@ -77,7 +78,7 @@ def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Ten
     if scale == 1:
         return tensor
     result = wide(tensor) * scale
-    if not result.isfinite().all():
+    if not all_finite(result):
         raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
     return result
 
