@@ -37,6 +37,7 @@ DTYPES = {
     "I16": torch.int16,
     "U8": torch.uint8,
 }
+NOT_READ = ("BOOL", "I8", "U16", "U32", "U64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # safetensors' others
 
 
 def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> tuple[dict, dict[str, Tensor]]:
@@ -144,6 +145,10 @@ def _read_safetensors(path: Path, max_bytes: int) -> dict[str, Tensor]:
             raise AdapterError("too_large", f"found {len(header)} tensors, want at most {MAX_KEYS}", key=WEIGHTS)
         extents = []
         for key, entry in header.items():
+            named = entry.get("dtype") if isinstance(entry, dict) else None
+            if named in NOT_READ:
+                hint = f"found numbers of type {named}, want {', '.join(DTYPES)}"
+                raise AdapterError("bad_config", hint, key=key[:200])
             try:
                 dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
                 if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
