@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import metadata
 
-from scute_sgl import inspect_cli
+from scute_sgl import inspect_cli, plan_cli
 from scute_sgl.boot import has_gpu
 
 
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     demo.set_defaults(run=_demo)
     inspect_cli.add_parser(commands)
+    plan_cli.add_parser(commands)
     return parser
 
 
