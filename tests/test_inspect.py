@@ -169,13 +169,18 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(root, tmp_path, capsys):
         (["ADAPTER", "--tp", "3", "--model", "BASE"], "4 attention heads cannot be split among 3 ranks"),
         (["ADAPTER", "--model", "/nowhere"], "no config.json in '/nowhere'"),
         (["ADAPTER", "--model", "BROKEN"], "Transformers cannot make the model"),
+        (["ADAPTER", "--model", "QUANTISED"], "is quantised; adapters are exact on unquantised weights only"),
         (["ADAPTER", "--dtype", "int3"], "--dtype int3: want auto or one of"),
         (["ADAPTER", "--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
 def test_bad_usage_ends_with_2_and_a_message(root, tmp_path, capsys, words, message):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    places = {"ADAPTER": folder_of(root, "lora"), "BASE": make_base("qwen2", root), "BROKEN": tmp_path}
+    base, quantised = make_base("qwen2", root), tmp_path / "quantised"
+    quantised.mkdir()
+    fields = json.loads((Path(base) / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (quantised / "config.json").write_text(json.dumps(fields))
+    places = {"ADAPTER": folder_of(root, "lora"), "BASE": base, "BROKEN": tmp_path, "QUANTISED": quantised}
     with pytest.raises(SystemExit) as end:
         cli.main(["inspect", *(str(places.get(word, word)) for word in words)])
     out, err = capsys.readouterr()

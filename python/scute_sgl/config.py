@@ -42,8 +42,8 @@ class Base:
 def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> Base:
     """The base in ``folder``, served in ``dtype`` (None: as SGLang chooses) by ``ranks`` ranks.
 
-    ValueError for a folder without a config.json, one that Transformers does not know, and a model that cannot be
-    split among so many ranks.
+    ValueError for a folder without a config.json, one that Transformers does not know, a quantised model, and one that
+    cannot be split among so many ranks.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"no config.json in {folder!r}; want the folder of the base model")
@@ -52,6 +52,8 @@ def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> 
         model = _without_memory(config)
     except Exception as error:  # Transformers raises whatever its own code for a model meets
         raise ValueError(f"Transformers cannot make the model of {folder}/config.json: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"the base in {folder!r} is quantised; adapters are exact on unquantised weights only")
     config, dtype = config.get_text_config(), dtype or served_dtype(config)
     if config.num_attention_heads % ranks:
         raise ValueError(f"{config.num_attention_heads} attention heads cannot be split among {ranks} ranks")
