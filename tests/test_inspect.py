@@ -1,4 +1,4 @@
-"""``scute inspect`` against loading: what it calls servable has these bytes in the arena, what it refuses is refused."""
+"""``scute inspect`` against loading: what it calls servable takes these bytes, what it refuses is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from scute_sgl.methods import METHODS
 from scute_sgl.pool import Pool
 from scute_sgl.support import SUPPORT
 
-FIELDS = (
-    "name method servable reason live folded modules rank_max bytes shared_bytes bytes_as_lora64 needs_base_weight".split()
-)
+FIELDS = "name method servable reason live folded modules rank_max bytes shared_bytes bytes_as_lora64".split()
+FIELDS += ["needs_base_weight"]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,8 @@ def test_targets_by_config_are_those_of_the_served_model(tmp_path, ranks):
     from test_targets import CONFIG, HEADS, HIDDEN, KV_HEADS, MLP, SIZE, model
 
     assert (CONFIG.hidden_size, CONFIG.num_attention_heads * SIZE) == (HIDDEN, HEADS * SIZE)
-    CONFIG.from_dict(CONFIG.to_dict() | {"num_key_value_heads": KV_HEADS, "intermediate_size": MLP}).save_pretrained(tmp_path)
+    fields = CONFIG.to_dict() | {"num_key_value_heads": KV_HEADS, "intermediate_size": MLP}
+    CONFIG.from_dict(fields).save_pretrained(tmp_path)
     base = config.read_base(str(tmp_path), torch.float16, ranks)
     for rank in range(ranks):
         served = {t.path: t for site in targets.find_sites(model(rank, ranks)) for t in site.targets}
@@ -133,7 +133,8 @@ def test_a_folder_of_adapters_means_all_of_them(root, capsys):
     assert [*rows[0]] == FIELDS
     dora, lily, lora = rows
     assert lily["reason"].startswith("[unsupported_method] peft_type: peft_type=LILY") and lily["method"] == "LILY"
-    assert dora["needs_base_weight"] and dora["folded"] == ["m"] and not lora["needs_base_weight"] and lora["folded"] == []
+    assert dora["needs_base_weight"] and dora["folded"] == ["m"]
+    assert not lora["needs_base_weight"] and lora["folded"] == []
 
 
 def test_the_table_says_what_it_does_not_know(root, capsys):

@@ -59,7 +59,7 @@ def test_rows_follow_the_bandwidth_and_the_launches(root, capsys):
 
 
 def test_bytes_are_those_of_the_tensors(root):
-    linears = 2 * HIDDEN + 2 * (HIDDEN + KEY_VALUE) + 2 * HIDDEN + 3 * (HIDDEN + MLP)  # in + out of q, k, v, o, gate, up, down
+    linears = 4 * HIDDEN + 2 * (HIDDEN + KEY_VALUE) + 3 * (HIDDEN + MLP)  # in + out of q and o, k and v, the MLP
     assert cost_of(root, "lora") == Cost(2 * 8 * linears * LAYERS, live=1)
     vectors = 3 * HIDDEN + 2 * KEY_VALUE + 2 * MLP
     assert cost_of(root, "dora").own == 2 * (8 * linears + vectors) * LAYERS  # rank 4 takes the room of 8
@@ -92,11 +92,13 @@ def test_a_small_batch_reads_the_largest(root, capsys):
 def test_inspect_and_plan_agree_on_the_conversion(root, capsys):
     base = config.read_base(make_base("llama", root), HALF)
     for line in scute(root, capsys, ["lora", "ia3", "oft_head"])[:-1]:
-        assert line["bytes_step_lora64"] == row(look(folder_of(root, line["name"]), base, HALF), base, HALF)["bytes_as_lora64"]
+        found = row(look(folder_of(root, line["name"]), base, HALF), base, HALF)
+        assert line["bytes_step_lora64"] == found["bytes_as_lora64"]
 
 
 def test_what_the_arena_holds_and_how_long_a_swap_takes(root):
-    tenant = plan_cli.Tenant("a", "VERA", Cost(512, 2, shared=1, key="x"), Cost(512, 1), nbytes=512 << 10, set_bytes=1 << 20)
+    cost = Cost(512, 2, shared=1, key="x")
+    tenant = plan_cli.Tenant("a", "VERA", cost, Cost(512, 1), nbytes=512 << 10, set_bytes=1 << 20)
     gpu = Gpu(read=1e12, launch=0, memory=100 << 20, host=1e9)  # an arena of 10 MiB
     first, _, total = plan_cli.plan([tenant, tenant], 2, 1, gpu)
     assert first["resident"] == 18 and first["swap_in_ms"] == pytest.approx(1.5 * 1.048576)
@@ -169,9 +171,10 @@ def test_measuring_without_a_gpu_and_plotting_without_matplotlib_are_refused(roo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(plan_cli, "find_spec", lambda name: None)
     words = ["plan", "--model", make_base("llama", root), "--adapters", str(folder_of(root, "lora"))]
-    for flags, message in (["--measure"], "torch sees no CUDA GPU to measure"), (["--plot", "a.png"], "needs matplotlib"):
+    cases = {"--measure": "torch sees no CUDA GPU to measure", "--plot=a.png": "needs matplotlib"}
+    for flag, message in cases.items():
         with pytest.raises(SystemExit) as end:
-            cli.main([*words, *flags])
+            cli.main([*words, flag])
         assert end.value.code == 2 and message in capsys.readouterr().err
 
 

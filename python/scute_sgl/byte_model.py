@@ -44,8 +44,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A is looked
-    up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits of layout.py."""
+    """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A is
+    looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits of
+    layout.py."""
 
     own: int
     live: int

@@ -122,7 +122,9 @@ def _targets(
             raise ValueError(f"how SGLang splits {path} among ranks is not known here; want 1 rank")
         held_in, held_out = (0, inputs), (0, outputs)
         if kind in ("head", "embedding"):
-            step = round_up(config.vocab_size, VOCABULARY_STEP * (1 if VOCABULARY_STEP % ranks == 0 else ranks)) // ranks
+            padded = round_up(config.vocab_size, VOCABULARY_STEP)
+            padded = round_up(config.vocab_size, VOCABULARY_STEP * ranks) if padded % ranks else padded
+            step = padded // ranks
             if config.vocab_size <= (ranks - 1) * step:
                 continue  # padding is all that the last rank would hold
             held = rank * step, min(config.vocab_size, (rank + 1) * step)

@@ -14,13 +14,13 @@ def add_parser(commands) -> None:
     parser = commands.add_parser(
         "inspect",
         help="tell whether adapters are served, what of them is live, and their bytes",
-        description="Reads, folds and packs adapters as a server would; without a GPU and without base weights. Without "
-        "--model it tells what an adapter's own files tell.",
+        description="Reads, folds and packs adapters as a server would; without a GPU and without base weights. "
+        "Without --model it tells what an adapter's own files tell.",
     )
     parser.add_argument("adapters", nargs="+", metavar="ADAPTER", help="an adapter's folder, or one that holds several")
     parser.add_argument("--model", metavar="DIR", help="folder of the base model; its config.json is enough")
-    parser.add_argument("--dtype", help="that the base is served in; default: what SGLang takes for the model, else float16")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; bytes are those of one rank")
+    parser.add_argument("--dtype", help="that of the server; default: what SGLang takes for the model, else float16")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; bytes are those of one")
     parser.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -81,9 +81,8 @@ def table(rows: list[dict]) -> str:
 def columns(cells: list[list[str]], left: int) -> list[str]:
     """Aligned lines; the first ``left`` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(line)).rstrip() for line in cells
-    ]
+    forms = [f"{'<' if i < left else '>'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, line, forms)).rstrip() for line in cells]
 
 
 def _cells(row: dict) -> list[str]:

@@ -31,8 +31,8 @@ Modules = Mapping[int, tuple[Target, Folded]]
 
 @dataclass(frozen=True)
 class Found:
-    """One adapter: a ``refusal``, or what is known of it; None where only the base could tell. ``modules`` and ``packed``
-    are those of the largest rank."""
+    """One adapter: a ``refusal``, or what is known of it; None where only the base could tell. ``modules`` and
+    ``packed`` are those of the largest rank."""
 
     name: str
     method: str | None
@@ -77,7 +77,7 @@ def look(folder: Path, base: Base | None, dtype: torch.dtype) -> Found:
 
 
 def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
-    """The JSON object of ``scute inspect``; None for what only the base could tell, and for all of a refused adapter."""
+    """The JSON object of ``scute inspect``; None for what only the base could tell, and of a refused adapter."""
     values = dict.fromkeys(
         "live folded modules rank_max bytes shared_bytes bytes_as_lora64 needs_base_weight".split()
     )

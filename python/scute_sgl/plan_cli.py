@@ -23,8 +23,8 @@ PLOTTED = 32  # tenants in a plotted batch, unless --batch says more
 
 @dataclass(frozen=True)
 class Tenant:
-    """An adapter as the byte model sees it, and as plain LoRA of rank 64. ``nbytes`` and ``set_bytes``: its block of the
-    arena and its shared set's."""
+    """An adapter as the byte model sees it, and as plain LoRA of rank 64. ``nbytes`` and ``set_bytes``: its block of
+    the arena and its shared set's."""
 
     name: str
     method: str
@@ -41,7 +41,7 @@ def add_parser(commands) -> None:
         description="The byte model: bytes that a decode step reads over the GPU's bandwidth, and launches times their "
         "cost. Needs no GPU and no base weights.",
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of the base model; its config.json is enough")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the base model; its config.json is enough")
     parser.add_argument("--adapters", required=True, nargs="+", metavar="ADAPTER", help="as for scute inspect")
     parser.add_argument("--batch", type=int, metavar="N", help="rows of the batch; default: one for each adapter")
     parser.add_argument("--dtype", help="that the base is served in; default: what SGLang takes for the model")
@@ -123,7 +123,7 @@ def gpu_of(args: argparse.Namespace) -> Gpu:
 
 
 def plan(tenants: list[Tenant], rows: int, layers: int, gpu: Gpu) -> list[dict]:
-    """A dict for every tenant, alone in a batch, and one for a batch of ``rows``: of all, or of those that read most."""
+    """A dict for every tenant, alone in a batch, and one for ``rows`` of all, or of those that read most."""
     from scute_sgl.byte_model import added_ms, bytes_of_step, launches_of_step
     from scute_sgl.options import DEFAULT_SLOTS, gpu_arena_bytes
 
@@ -180,7 +180,8 @@ def draw(file: str, tenants: list[Tenant], most: int, layers: int, gpu: Gpu) -> 
     for method, t in sorted(largest.items()):
         (line,) = axes.plot(counts, [added(t.cost, n) for n in counts], label=f"{method} ({t.name})")
         axes.plot(counts, [added(t.as_lora, n) for n in counts], linestyle="--", linewidth=0.8, color=line.get_color())
-    axes.set(xlabel="tenants in the batch", ylabel="predicted ms added to a decode step", xlim=(1, most), ylim=(0, None))
+    axes.set(xlabel="tenants in the batch", ylabel="predicted ms added to a decode step", xlim=(1, most))
+    axes.set_ylim(bottom=0)
     axes.legend(title="dashed: as LoRA of rank 64", fontsize="small")
     axes.figure.savefig(file)
 
