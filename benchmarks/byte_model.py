@@ -1,4 +1,4 @@
-"""What a decode step must cost: the adapters' bytes over the bandwidth, and launches times their cost.
+"""What the workloads' decode steps must cost, by scute_sgl/byte_model.py.
 
     python benchmarks/byte_model.py             # the table of NOTES.md
 
@@ -9,65 +9,76 @@ almost empty kernel in a replayed CUDA graph, both measured once on the card tha
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import replace
 
+import torch
 from workloads import LLAMA_8B, WORKLOADS, Kind, Shape, Workload
 
-ITEM = 2  # bytes of a 16-bit number
+from scute_sgl import byte_model
+from scute_sgl.byte_model import GPUS, LAUNCH, Cost, Gpu
+from scute_sgl.image import pack
+from scute_sgl.slots import Folded, SharedTerm, Target
+
+H200 = Gpu(read=4.48e12, launch=LAUNCH, memory=GPUS["H200"].memory, host=GPUS["H200"].host)  # measured, 2026-11-30
 
 
-@dataclass(frozen=True)
-class Card:
-    """Measured on one H200, 2026-11-30: ``read`` bytes/s; ``launch`` seconds of a dependent launch in a graph."""
+def cost(kind: Kind, shape: Shape = LLAMA_8B) -> Cost:
+    """Of one tenant, from tensors without memory in 16 bit."""
+    modules = {}
+    widest = [max(sizes) for sizes in zip(*shape.linears.values())]
+    A, B = _empty(kind.size, widest[0]), _empty(widest[1], kind.size)
+    for layer in range(shape.layers):
+        for name, (inputs, outputs) in shape.linears.items():
+            path, module = f"layers.{layer}.{name}", len(modules)
+            t = Target(path, module, "column", inputs, outputs, (0, inputs), (0, outputs), _none, _none)
+            modules[module] = t, _folded(kind, name, inputs, outputs, A, B)
+    return replace(byte_model.cost(modules, pack(modules, torch.float16)), key=str(kind))
 
-    read: float = 4.48e12
-    launch: float = 0.70e-6
+
+def _folded(kind: Kind, name: str, inputs: int, outputs: int, A: torch.Tensor, B: torch.Tensor) -> Folded:
+    if kind.method == "ia3":  # down_proj's vector is folded into up_proj's outputs
+        return Folded(scale=_empty(outputs) if name in ("k_proj", "v_proj", "up_proj") else None)
+    if kind.method == "vera":
+        return Folded(shared=SharedTerm(A, B, d=_empty(kind.size), e=_empty(outputs)))
+    if kind.method == "oft":
+        return Folded(rotation=_empty(inputs // kind.size, kind.size, kind.size))
+    scale = _empty(outputs) if kind.method == "dora" else None
+    return Folded(A=_empty(kind.size, inputs), B=_empty(outputs, kind.size), scale=scale)
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _none() -> None:
+    return None
 
 
 def bytes_of_tenant(kind: Kind, shape: Shape = LLAMA_8B) -> int:
     """Bytes that the kernels read of one tenant in a step, in the serving dtype; shared matrices not included."""
-    linears = shape.linears.values()
-    rank = -(-kind.size // 8) * 8
-    low_rank = sum((inputs + outputs) * rank for inputs, outputs in linears)
-    vectors = sum(outputs for _, outputs in linears)
-    per_layer = {
-        "lora": low_rank,
-        "dora": low_rank + vectors,
-        # down_proj's vector is folded into up_proj's outputs
-        "ia3": sum(shape.linears[name][1] for name in ("k_proj", "v_proj", "up_proj")),
-        "vera": vectors + rank * len(linears),
-        "oft": sum(inputs * kind.size for inputs, _ in linears),
-    }
-    return per_layer[kind.method] * shape.layers * ITEM
+    return cost(kind, shape).own
 
 
-def bytes_of_shared_set(kind: Kind, shape: Shape = LLAMA_8B) -> int:
-    """Reads of VeRA's A and B in a step: A once for each fused layer, B's leading rows for each projection."""
-    inputs = sum(shape.linears[group[0]][0] for group in shape.groups)
-    outputs = sum(outputs for _, outputs in shape.linears.values())
-    return (inputs + outputs) * kind.size * shape.layers * ITEM
+def tenants_of(workload: Workload, shape: Shape = LLAMA_8B) -> list[Cost]:
+    """Those that a step of the workload reads."""
+    tenants = []
+    for kind, count in workload.tenants:
+        tenants += [cost(kind, shape)] * min(count, workload.bs)
+    return tenants
 
 
 def bytes_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
-    """Bytes that a step reads beyond the base model's: each tenant's once, each shared set's once."""
-    total = 0
-    for kind, count in workload.tenants:
-        total += min(count, workload.bs) * bytes_of_tenant(kind, shape)
-        total += bytes_of_shared_set(kind, shape) if kind.method == "vera" else 0
-    return total
+    """Bytes that a step reads beyond the base model's."""
+    return byte_model.bytes_of_step(tenants_of(workload, shape), workload.bs)
 
 
 def launches_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
-    """Launches of its graph variant beyond the base's: per fused layer shrink and expand, 2 for VeRA, 1 to rotate."""
-    methods = {kind.method for kind, _ in workload.tenants}
-    per_group = (2 if methods else 0) + (2 if methods & {"vera", "oft"} else 0) + (1 if "oft" in methods else 0)
-    return per_group * len(shape.groups) * shape.layers
+    return byte_model.launches_of_step(tenants_of(workload, shape), len(shape.groups) * shape.layers)
 
 
-def added_ms(workload: Workload, shape: Shape = LLAMA_8B, card: Card = Card()) -> float:
+def added_ms(workload: Workload, shape: Shape = LLAMA_8B, gpu: Gpu = H200) -> float:
     """Predicted milliseconds that the adapters add to a step of the base."""
-    seconds = bytes_of_workload(workload, shape) / card.read + launches_of_workload(workload, shape) * card.launch
-    return seconds * 1e3
+    return byte_model.added_ms(bytes_of_workload(workload, shape), launches_of_workload(workload, shape), gpu)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, workload in WORKLOADS.items():
         size = bytes_of_workload(workload)
         print(
-            f"| {name} | {size / 1e6:.1f} | {size / Card().read * 1e3:.3f} | {launches_of_workload(workload)} "
+            f"| {name} | {size / 1e6:.1f} | {size / H200.read * 1e3:.3f} | {launches_of_workload(workload)} "
             f"| {added_ms(workload):.3f} | {workload.target or ''} |"
         )
     return 0

@@ -72,7 +72,7 @@ def test_live_slots_are_those_of_the_adapters(tmp_path):
     targets, shape = targets_of(base)
     found: dict[str, set[str]] = {}
     for name in ADAPTERS:
-        method, live = live_slots(write_adapter(base, tmp_path / "adapters" / name, name), targets, shape)
+        method, live = method_and_live(write_adapter(base, tmp_path / "adapters" / name, name), targets, shape)
         found.setdefault(method, set()).update(live)
     assert found == {row.label: set(row.live.split()) for row in support.SUPPORT}
 
@@ -107,13 +107,12 @@ def targets_of(base: str):
     return targets, BaseShape(sizes, dtype=torch.float32, vocab_size=sizes["model.embed_tokens"][0])
 
 
-def live_slots(folder: str, targets, shape) -> tuple[str, list[str]]:
+def method_and_live(folder: str, targets, shape) -> tuple[str, list[str]]:
     from scute_sgl.checkpoint import read_adapter
-    from scute_sgl.fold import fold_adapter
-    from scute_sgl.manager import _live_slots
+    from scute_sgl.fold import fold_adapter, live_slots
 
     adapter = read_adapter(folder, shape)
-    return adapter.method, _live_slots([folded for _, folded in fold_adapter(adapter, targets).values()])
+    return adapter.method, live_slots([folded for _, folded in fold_adapter(adapter, targets).values()])
 
 
 # What the pages name
@@ -134,7 +133,7 @@ def test_files_and_links_exist(path):
         code = re.sub(r"--out \S+", "", code)  # written, not read
         named |= set(re.findall(r"(?<![\w/.-])((?:[\w.*-]+/)*[\w.*-]+\.(?:py|md|cpp|cu|cuh|h|toml|json))\b", code))
         named |= {word for word in re.findall(r"(?<![\w/.-])(?:[\w-]+/)+(?![\w-])", code)}
-    theirs = re.compile(r"NAME|adapter_config\.json|peft/|/adapters/|adapters/")  # placeholders, and files of others
+    theirs = re.compile(r"NAME|config\.json|peft/|/adapters/|adapters/")  # placeholders, and files of others
     missing = {name for name in named if not theirs.search(name) and not any(any(f.glob(name)) for f in folders)}
     assert not missing
 

@@ -51,12 +51,16 @@ def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> tuple[dict, dic
             inside = [config.parent.name for config in sorted(folder.glob(f"*/{CONFIG}"))[:3]]
             hint = f"; sub-folders that have one: {', '.join(inside)}" if inside else ""
             raise AdapterError("not_found", f"no {CONFIG} in {str(path)!r}{hint}", key=CONFIG)
-        config = _read_json(folder / CONFIG)
+        config = read_config(folder)
         if not (folder / WEIGHTS).exists():
             raise _no_weights(folder)
         return config, _read_safetensors(folder / WEIGHTS, max_bytes)
     except OSError as error:
         raise AdapterError("not_found", f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def read_config(folder: Path) -> dict:
+    return _read_json(folder / CONFIG)
 
 
 def read_adapter(

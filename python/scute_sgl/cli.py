@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import metadata
 
+from scute_sgl import inspect_cli, plan_cli
 from scute_sgl.boot import has_gpu
 
 
@@ -34,6 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
+    demo.set_defaults(run=_demo)
+    inspect_cli.add_parser(commands)
+    plan_cli.add_parser(commands)
     return parser
 
 
@@ -45,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         os.execv(command[0], command)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args.run(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
     from scute_sgl import demo
 
     return demo.run(as_json=args.json)

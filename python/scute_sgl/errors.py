@@ -42,7 +42,17 @@ class AdapterError(ValueError):
     def http_status(self) -> int:
         return HTTP_STATUS[self.code]
 
-    def __str__(self) -> str:
+    @property
+    def reason(self) -> str:
+        """Place and hint: the text without the adapter's name and the code."""
         where = " ".join(part for part in (self.module, self.key) if part)
-        text = f"adapter {self.adapter!r} refused [{self.code}]: {where + ': ' if where else ''}{self.hint}"
+        text = f"{where + ': ' if where else ''}{self.hint}"
         return text.encode(errors="backslashreplace").decode()  # JSON files may hold lone surrogates, replies may not
+
+    def __str__(self) -> str:
+        name = repr(self.adapter).encode(errors="backslashreplace").decode()
+        return f"adapter {name} refused [{self.code}]: {self.reason}"
+
+
+class NeedsBase(AdapterError):
+    """Refused for want of the base model's shapes alone, which a server always has."""

@@ -14,7 +14,7 @@ W: on its device, a bounded number of rows at a time. All results are on the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -117,6 +117,20 @@ def fold(
 
 def needs_base_weight(slots: Slots) -> bool:
     return any(slot is not None for slot in (slots.magnitude, slots.base_weight, slots.from_weight))
+
+
+def live_slots(folded: Collection[Folded]) -> list[str]:
+    """Names of the slots that are not the identity, as the kernels see them."""
+    found = {
+        "R": any(f.rotation is not None for f in folded),
+        "s": any(f.scale is not None for f in folded),
+        "b": any(f.bias is not None for f in folded),
+        "A": any(f.A is not None or f.shared is not None for f in folded),
+        "B": any(f.B is not None or f.shared is not None for f in folded),
+        "d": any(f.shared is not None for f in folded),
+        "e": any(f.shared is not None for f in folded),
+    }
+    return [name for name, is_live in found.items() if is_live]
 
 
 def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> Folded:

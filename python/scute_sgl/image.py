@@ -59,8 +59,9 @@ class Image:
 def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: bool = False) -> Image:
     """{row of the device table: (target, folded)} -> Image in the serving dtype; ``pin`` page-locks its buffers.
 
-    AdapterError: ``bad_config`` where a value is not finite in ``dtype``, or where modules share different
-    matrices; ``bad_shape`` where a size does not fit the layout.
+    Tensors on the meta device give an image of the right sizes without data. AdapterError: ``bad_config`` where a value
+    is not finite in ``dtype``, or where modules share different matrices; ``bad_shape`` where a size does not fit the
+    layout.
     """
     packer = _Packer(dtype)
     entries = torch.full((max(folded, default=-1) + 1, layout.FIELDS), -1, dtype=torch.int64)
@@ -149,7 +150,7 @@ class _Packer:
     def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
         """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
         cast = tensor.to(self.dtype)
-        if not all_finite(cast):
+        if not cast.is_meta and not all_finite(cast):
             largest = tensor.abs().max().item()
             hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
             raise AdapterError("bad_config", hint, module=t.path, key=name)
@@ -159,7 +160,8 @@ class _Packer:
         return offset
 
     def bytes(self, pin: bool) -> Tensor:
-        data = torch.zeros(layout.round_up(self.size, layout.BLOCK), dtype=torch.uint8, pin_memory=pin)
+        device = "meta" if any(packed.is_meta for _, packed in self.parts) else "cpu"
+        data = torch.zeros(layout.round_up(self.size, layout.BLOCK), dtype=torch.uint8, device=device, pin_memory=pin)
         for offset, packed in self.parts:
             _view(data, offset, packed.shape, self.dtype).copy_(packed)
         return data
@@ -194,7 +196,7 @@ def _one_set(seen: tuple[SharedTerm, Target] | None, term: SharedTerm, t: Target
         return term, t
     first = seen[0]
     pairs = ((first.A, term.A), (first.B, term.B))
-    if not all(a is b or a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+    if not all(a is b or a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):
         hint = f"other shared matrices than {seen[1].path}; one pair per adapter is supported"
         raise AdapterError("bad_config", hint, module=t.path)
     return seen
@@ -208,6 +210,8 @@ def _pack_set(term: SharedTerm, t: Target, dtype: torch.dtype, pin: bool) -> Sha
     packer.add(A, t, "shared A", layout.pack_a)
     b = packer.add(term.B, t, "shared B", layout.pack_b)
     shared = SharedSet("", packer.bytes(pin), b, rank8, A.shape[1], term.B.shape[0])
+    if shared.data.is_meta:
+        return shared
     digest = hashlib.sha256(f"{dtype} {rank8} {shared.inputs} {shared.outputs} ".encode())
     digest.update(shared.data.numpy())
     return replace(shared, key=digest.hexdigest())

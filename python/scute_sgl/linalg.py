@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.slots import Term
@@ -39,6 +40,11 @@ def times(M: Tensor, X: Tensor) -> Tensor:
     X = X.to(M.device, torch.float64)
     step = max(1, SCRATCH // max(1, M.shape[1]))
     return torch.cat([rows.double() @ X for rows in M.split(step)])
+
+
+def has_numbers(W: Tensor) -> bool:
+    """False for the stand-in of a weight of which only the shape is known (resolve.without_weight)."""
+    return not isinstance(W, FakeTensor)
 
 
 def product(*factors: Tensor | None) -> Tensor | None:

@@ -20,14 +20,14 @@ from scute_sgl import build, image, ops, targets
 from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
 from scute_sgl.errors import AdapterError
-from scute_sgl.fold import agree, fold_adapter, needs_base_weight
+from scute_sgl.fold import agree, fold_adapter, live_slots, needs_base_weight
 from scute_sgl.hub import local_folder
 from scute_sgl.layers import attach
 from scute_sgl.names import is_embedding, is_head
 from scute_sgl.options import Options
 from scute_sgl.pool import Pool
 from scute_sgl.ranks import Ranks
-from scute_sgl.slots import Adapter, BaseShape, Folded, Slots, Target
+from scute_sgl.slots import Adapter, BaseShape, Slots, Target
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class ScuteManager(LoRAManager):
         packed = agree(lambda: image.pack(folded, self.dtype, pin), share)
         block_bytes = self.ranks.max(packed.nbytes)  # equal on all ranks, and so is every later decision
         agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), share)
-        live = _live_slots([f for _, f in folded.values()])
+        live = live_slots([f for _, f in folded.values()])
         needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
         self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base, changed)
         self.lora_refs[ref.lora_id] = ref
@@ -216,17 +216,3 @@ def _max_file_bytes(values: int, base: BaseShape) -> int:
     output head, which PEFT saves too when it adapts them."""
     copies = sum(math.prod(shape) for path, shape in base.items() if is_embedding(path) or is_head(path))
     return min(MAX_BYTES, MAX_HEADER + 8 * (values + copies))
-
-
-def _live_slots(folded: list[Folded]) -> list[str]:
-    """Names of the slots that are not the identity, as the kernels see them."""
-    found = {
-        "R": any(f.rotation is not None for f in folded),
-        "s": any(f.scale is not None for f in folded),
-        "b": any(f.bias is not None for f in folded),
-        "A": any(f.A is not None or f.shared is not None for f in folded),
-        "B": any(f.B is not None or f.shared is not None for f in folded),
-        "d": any(f.shared is not None for f in folded),
-        "e": any(f.shared is not None for f in folded),
-    }
-    return [name for name, is_live in found.items() if is_live]

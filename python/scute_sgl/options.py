@@ -45,8 +45,12 @@ class Options:
             return CPU_ARENA_MB * MIB
         import torch
 
-        total = torch.cuda.get_device_properties(device).total_memory
-        return min(int(total * GPU_ARENA_SHARE), GPU_ARENA_MB * MIB)
+        return gpu_arena_bytes(torch.cuda.get_device_properties(device).total_memory)
+
+
+def gpu_arena_bytes(memory: float) -> int:
+    """The default arena of a GPU with so many bytes of memory."""
+    return min(int(memory * GPU_ARENA_SHARE), GPU_ARENA_MB * MIB)
 
 
 def write(**settings) -> None:

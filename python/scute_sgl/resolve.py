@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import compact, full_float32, product, times
-from scute_sgl.slots import FromWeight, Slots, Target
+from scute_sgl.slots import FromWeight, Slots, Target, Term
 
 MAX_SECONDS = 120  # of a load that no other request can interrupt; SGLang's watchdog ends a server after 300
 
@@ -81,6 +82,36 @@ def resolve(
         terms = tuple(replace(term, A=term.A.cpu(), B=term.B.cpu()) for term in terms)
         modules[path] = replace(slots, from_weight=None, terms=terms, bias=bias)
     return modules
+
+
+def without_weight(slots: Slots, t: Target) -> Slots:
+    """Slots of the same sizes after folding for which no base weight is needed: zeros for what W gives.
+
+    The same ``finish`` runs, on a W that has a shape only, so its refusals by shapes are raised here too. What only
+    numbers of W would refuse is not. ``t.bias`` tells by None whether there is a bias.
+    """
+    if slots.magnitude is not None:  # s, outside the terms or not, has its size
+        slots = replace(slots, magnitude=None, scale=slots.magnitude)
+    slots = replace(slots, base_weight=None)
+    if (source := slots.from_weight) is None:
+        return slots
+    _check(source, t)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        P = torch.empty(t.out_features, t.in_features)
+        if source.right is not None:
+            P = times(P, source.right)
+        elif source.left is not None:
+            P = times(P.T, source.left.T).T
+        terms, bias = source.finish(P, None if t.bias() is None else torch.empty(t.out_features, dtype=torch.float64))
+        terms = slots.terms + terms
+        terms = (compact(terms, P.device),) if source.cancels else terms
+    terms = tuple(Term(_zeros(term.A), _zeros(term.B)) for term in terms)
+    bias = slots.bias if bias is None else _zeros(bias)
+    return replace(slots, from_weight=None, terms=terms, bias=bias)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(()).expand(like.shape)
 
 
 def is_split(t: Target) -> bool:

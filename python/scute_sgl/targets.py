@@ -7,7 +7,6 @@ and an adapter that names it is refused.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from scute_sgl.errors import AdapterError
+from scute_sgl.config import huggingface_layers
 from scute_sgl.slots import BaseShape, Target
 
 UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -93,28 +92,6 @@ def base_shape(model: torch.nn.Module, sites: list[Site], dtype: torch.dtype, co
     return BaseShape(
         shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=counted
     )
-
-
-def huggingface_layers(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
-    """Path -> (in, out) of every linear layer and embedding of Hugging Face's own model, in its order.
-
-    SGLang's modules may come in another order. AdapterError ``bad_config`` where that model cannot be made.
-    """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-            )
-    except Exception as error:
-        hint = f"PEFT numbers layers in the order of Hugging Face's model, which cannot be made here: {error}"
-        raise AdapterError("bad_config", hint) from error
-    layers = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            layers[path] = module.in_features, module.out_features
-        elif isinstance(module, torch.nn.Embedding):
-            layers[path] = module.num_embeddings, module.embedding_dim
-    return layers
 
 
 def _has_matrix(layer: torch.nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
+from scute_sgl.linalg import has_numbers
 from scute_sgl.methods import common
 from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, FromWeight, Slots, Term
@@ -63,7 +64,10 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
             if width != W.shape[1] + (b0 is not None):
                 hint = f"found {width} columns; want {W.shape[1]}, and one more exactly if the layer has a bias"
                 raise module.error("wrong_base", "adamss_newB", hint)
-            rows = cluster_rows(W, b0, newB, clusters, seed, module)
+            if has_numbers(W):
+                rows = cluster_rows(W, b0, newB, clusters, seed, module)
+            else:  # any clusters of the file's sizes
+                rows = [torch.arange(len(part)) for part in B]
             if [len(own) for own in rows] != [len(part) for part in B]:
                 found, want = ([len(part) for part in parts] for parts in (B, rows))
                 hint = f"found parts of {found} outputs, but the base's clusters have {want}"

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from scute_sgl.errors import AdapterError
+from scute_sgl.errors import AdapterError, NeedsBase
 from scute_sgl.methods import common
 from scute_sgl.names import Module, counted_targets, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
@@ -62,7 +62,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     if c["save_indices"]:
         return common.build("UNILORA", config, modules, read_saved)
     if base is None:
-        raise AdapterError("bad_config", "found false, want the base, whose layers decide the draw", key="save_indices")
+        raise NeedsBase("bad_config", "found false, want the base, whose layers decide the draw", key="save_indices")
     drawn, counts = draw(c, r, counted_targets(config, base))
     scales = torch.where(counts > 0, counts.float().rsqrt(), 0).to(base.dtype)
 

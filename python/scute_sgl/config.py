@@ -1,0 +1,187 @@
+"""What a base model's config.json tells of the model as SGLang serves it: projections, sizes and each rank's part.
+
+targets.py reads the same from a loaded model. Here Hugging Face's model is made without memory, and SGLang's rules are
+applied to its layers: those of decoder layers, ``embed_tokens`` and ``lm_head``, split by the names of Llama's. No
+weight is read and SGLang is not imported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from scute_sgl.errors import AdapterError
+from scute_sgl.layout import round_up
+from scute_sgl.names import is_embedding, is_head
+from scute_sgl.slots import BaseShape, Target
+
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW = ("o_proj", "down_proj")
+FUSED = ("qkv_proj", "gate_up_proj")  # where Hugging Face fuses them too, SGLang still knows the parts only
+VOCABULARY_STEP = 64  # SGLang pads a vocabulary to a multiple of it
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model by its config; ``targets`` are those of one tensor-parallel rank, by path."""
+
+    shape: BaseShape
+    targets: tuple[dict[str, Target], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shape.dtype
+
+
+def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> Base:
+    """The base in ``folder``, served in ``dtype`` (None: as SGLang chooses) by ``ranks`` ranks.
+
+    ValueError for a folder without a config.json, one that Transformers does not know, a quantised model, and one that
+    cannot be split among so many ranks.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"no config.json in {folder!r}; want the folder of the base model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = _without_memory(config)
+    except Exception as error:  # Transformers raises whatever its own code for a model meets
+        raise ValueError(f"Transformers cannot make the model of {folder}/config.json: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"the base in {folder!r} is quantised; adapters are exact on unquantised weights only")
+    config, dtype = config.get_text_config(), dtype or served_dtype(config)
+    if config.num_attention_heads % ranks:
+        raise ValueError(f"{config.num_attention_heads} attention heads cannot be split among {ranks} ranks")
+    targets = tuple(_targets(model, config, dtype, rank, ranks) for rank in range(ranks))
+    shapes = {path: (t.in_features, t.out_features) for path, t in targets[0].items()}
+    unlisted = (path for path, layer in model.named_modules() if path not in shapes and _has_matrix(layer))
+    layers = layers_of(model)
+    return Base(
+        BaseShape(
+            shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=lambda: layers
+        ),
+        targets,
+    )
+
+
+def served_dtype(config: PretrainedConfig) -> torch.dtype:
+    """What SGLang's ``--dtype auto`` is: the config's, but 16 bit for float32."""
+    if config.dtype in (None, torch.float32):
+        return torch.bfloat16 if config.model_type.startswith("gemma") else torch.float16
+    return config.dtype
+
+
+def huggingface_layers(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    """Path -> (in, out) of every linear layer and embedding of Hugging Face's own model, in its order.
+
+    SGLang's modules may come in another order. AdapterError ``bad_config`` where that model cannot be made.
+    """
+    try:
+        model = _without_memory(config)
+    except Exception as error:
+        hint = f"PEFT numbers layers in the order of Hugging Face's model, which cannot be made here: {error}"
+        raise AdapterError("bad_config", hint) from error
+    return layers_of(model)
+
+
+def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            layers[path] = module.in_features, module.out_features
+        elif isinstance(module, nn.Embedding):
+            layers[path] = module.num_embeddings, module.embedding_dim
+    return layers
+
+
+def _without_memory(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
+
+
+def _has_matrix(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))
+
+
+def _targets(
+    model: nn.Module, config: PretrainedConfig, dtype: torch.dtype, rank: int, ranks: int
+) -> dict[str, Target]:
+    found: dict[str, Target] = {}
+    for path, (inputs, outputs) in layers_of(model).items():
+        kind = _kind(model, path)
+        if not kind:
+            continue
+        if ranks > 1 and kind == "column" and path.rpartition(".")[2] not in COLUMN:
+            raise ValueError(f"how SGLang splits {path} among ranks is not known here; want 1 rank")
+        held_in, held_out = (0, inputs), (0, outputs)
+        if kind in ("head", "embedding"):
+            padded = round_up(config.vocab_size, VOCABULARY_STEP)
+            padded = round_up(config.vocab_size, VOCABULARY_STEP * ranks) if padded % ranks else padded
+            step = padded // ranks
+            if config.vocab_size <= (ranks - 1) * step:
+                continue  # padding is all that the last rank would hold
+            held = rank * step, min(config.vocab_size, (rank + 1) * step)
+            held_in, held_out = (held, held_out) if kind == "embedding" else (held_in, held)
+        elif kind == "row":
+            held_in = _part(path, inputs, rank, ranks)
+        elif path.endswith((".k_proj", ".v_proj")):
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            copies = max(1, ranks // heads)  # more ranks than heads hold the same ones
+            held_out = _part(path, outputs, rank // copies, ranks // copies)
+        else:
+            held_out = _part(path, outputs, rank, ranks)
+        if kind != "embedding" and (held_in[1] - held_in[0]) % 8:
+            continue
+        parent, _, leaf = path.rpartition(".")
+        gated = leaf == "down_proj" and f"{parent}.gate_proj" in found
+        found[path] = Target(
+            path=path,
+            module=len(found),
+            kind=kind,
+            in_features=inputs,
+            out_features=outputs,
+            inputs=held_in,
+            outputs=held_out,
+            weight=_no_weight,
+            bias=_bias(model.get_submodule(path), held_out),
+            gated_by=f"{parent}.up_proj" if gated else "",
+        )
+    return found
+
+
+def _kind(model: nn.Module, path: str) -> str:
+    """The kind of target that SGLang's layer of this path is; "" for one that adapters cannot change."""
+    parent, _, leaf = path.rpartition(".")
+    layer, around = model.get_submodule(path), model.get_submodule(parent)
+    if isinstance(layer, nn.Embedding):
+        return "embedding" if is_embedding(path) else ""
+    if is_head(path):
+        return "head" if path == "lm_head" and layer.bias is None and layer.in_features % 8 == 0 else ""
+    bypassed = leaf in FUSED or hasattr(around, "kv_b_proj") or ".experts." in path
+    if bypassed or ".layers." not in f".{path}":
+        return ""
+    return "row" if leaf in ROW else "column"
+
+
+def _part(path: str, size: int, place: int, places: int) -> tuple[int, int]:
+    if size % places:
+        raise ValueError(f"{size} features of {path} cannot be split among {places} ranks")
+    return place * size // places, (place + 1) * size // places
+
+
+def _bias(layer: nn.Module, held: tuple[int, int]) -> Callable[[], Tensor | None]:
+    """Zeros where the layer has a bias: whether there is one decides which slots are live, its numbers do not."""
+    if getattr(layer, "bias", None) is None:
+        return lambda: None
+    return lambda: torch.zeros(()).expand(held[1] - held[0])
+
+
+def _no_weight() -> Tensor:
+    raise RuntimeError("a base that is known by its config has no weight; see resolve.without_weight")
