@@ -182,5 +182,5 @@ def test_serve_passes_every_flag_on(monkeypatch):
         cli.main(["serve", "MODEL", "--port", "1", "--lora-paths", "a=b", "c=d"])
     assert commands[0][1:] == [
         "-m", "sglang.launch_server", "--model-path", "MODEL", "--enable-lora", "--lora-backend", "scute",
-        "--device", "cpu", "--port", "1", "--lora-paths", "a=b", "c=d",
+        "--device", "cpu", "--sleep-on-idle", "--port", "1", "--lora-paths", "a=b", "c=d",
     ]  # fmt: skip
