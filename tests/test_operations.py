@@ -249,6 +249,13 @@ def test_metrics_are_the_servers_own_counters(shop):
     assert grown("scute_swap_in_seconds_sum") > 0
 
 
+def test_the_documented_metrics_are_the_served_ones(shop):
+    page = Path(__file__).parents[1] / "docs/operating.md"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `scute_")]
+    named = set(re.findall(r"`(scute_\w+)", "\n".join(rows)))
+    assert named == {re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", name) for name in scrape(shop)}
+
+
 def test_top_prints_a_list_or_a_table(shop, capsys):
     url = f"http://127.0.0.1:{shop.port}"
     shop.generate(prompt(4), "ia3", n=1)
