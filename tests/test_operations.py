@@ -15,7 +15,7 @@ import pytest
 from servers import TOLERANCE, Server, prompt
 
 import scute_sgl
-from scute_sgl import cli, hub, options
+from scute_sgl import cli, hub, options, top
 from scute_sgl.errors import AdapterError, printable
 from scute_sgl.metrics import FLUSH_SECONDS
 
@@ -181,7 +181,8 @@ def test_the_start_is_summed_up(shop, shelf):
     assert re.search(r"scute: adapter 'pickled' refused \[unsafe_file\]: adapter_model\.bin: .*\(\d+\.\d ms\)\n", log)
     # what a file says can neither end a line nor reach the terminal as a command
     assert re.search(r"scute: adapter 'other' refused \[unsupported_method\]: peft_type: peft_type=NO\\nSUCH\\x1b", log)
-    assert log.index("3 adapters of") < log.index("ready to roll")
+    # after a first pass, which shows what the model calls, and before anybody is served
+    assert log.index("Prefill batch") < log.index("scute: loaded") < log.index("3 adapters of") < log.index("ready to roll")
 
 
 @pytest.mark.parametrize("path", ["/etc", "..", "../..", "", "lora/../../elsewhere", "linked"])
@@ -272,6 +273,26 @@ def test_top_prints_a_list_or_a_table(shop, capsys):
     assert "\x1b" not in screen and re.search(r"5 loaded, \d on the device, 2 slots", screen)
     size = f"{state['tenants']['ia3']['bytes']:,}"
     assert re.search(rf"^ia3 +IA3 +s +{size} +yes$", screen, re.MULTILINE), screen
+
+
+def test_top_redraws_with_rates(monkeypatch, capsys):
+    pool = {"resident": 1, "arena_bytes": 8 << 20, "used": 2 << 20, "shared_bytes": 0, "swap_ins": 3, "evictions": 0}
+    adapter = {"name": "sql\x1b[2J", "method": "LORA", "live": ["A", "B"], "bytes": 1024, "resident": True}
+    total = {"name": "total", "loaded": 1, "slots": 4, "rows": None, "refusals": {}, **pool}
+    looks = [[adapter, total | {"time": 10.0, "forwards": 100}], [adapter, total | {"time": 12.0, "forwards": 150}]]
+    naps = iter([None, KeyboardInterrupt])
+
+    def nap(seconds):
+        assert seconds == 2
+        if stop := next(naps):
+            raise stop
+
+    monkeypatch.setattr(top, "look", lambda url, key: looks.pop(0))
+    monkeypatch.setattr(top.time, "sleep", nap)
+    assert cli.main(["top"]) == 0
+    first, second = capsys.readouterr().out.split(top.CLEAR)[1:]
+    assert "100 passes, 3 swap-ins" in first and "150 passes (25.0/s), 3 swap-ins (0.0/s)" in second
+    assert "2.0 of 8.0 MiB used (25.0%)" in second and "rows" not in second and "sql\\x1b[2J  LORA" in second
 
 
 def test_top_says_what_it_cannot_reach(capsys):
