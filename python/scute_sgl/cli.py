@@ -35,8 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
-    serve.add_argument("--adapter-dir", metavar="DIR", help="folder whose adapters are loaded, under their folders' names")
-    serve.add_argument("--adapter-root", metavar="DIR", help="folder that adapters loaded later must lie in (default: DIR)")
+    serve.add_argument("--adapter-dir", metavar="DIR", help="folder whose adapters are loaded, by folder name")
+    serve.add_argument("--adapter-root", metavar="DIR", help="where later loads must lie; default: the adapter dir")
     serve.set_defaults(parser=serve)
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")

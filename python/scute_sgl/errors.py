@@ -18,7 +18,7 @@ HTTP_STATUS = {
 
 
 def printable(text: str) -> str:
-    """``text`` on one line and without control characters: adapters and requests may hold any, logs and terminals not."""
+    """``text`` on one line, without control characters: files and requests may hold any, logs and terminals not."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -13,7 +13,7 @@ FILES = ["adapter_config.json", "adapter_model.safetensors", "added_tokens.json"
 
 
 def local_folder(path: str) -> str:
-    """``path``, or the local copy of the hub adapter that it names. A missing folder is left to the reader's refusal."""
+    """``path``, or the local copy of the hub adapter that it names. A missing folder is for the reader to refuse."""
     return _download(path) if _is_hub_name(path) else path
 
 
@@ -29,7 +29,8 @@ def requested_folder(path: str) -> str:
     if _is_hub_name(path):
         return _download(path)
     if not path or "\0" in path:
-        raise AdapterError("unsafe_file", f"found the path {path!r}, want a folder inside the adapter root", adapter=path)
+        hint = f"found the path {path!r}, want a folder inside the adapter root"
+        raise AdapterError("unsafe_file", hint, adapter=path)
     folder = os.path.realpath(path)
     for opened in (folder, *(os.path.join(folder, file) for file in FILES)):
         if not _is_inside(os.path.realpath(opened), os.path.realpath(root)):

@@ -44,7 +44,8 @@ class TenantMetrics:
         self._evictions = Counter("scute_evictions", "Idle adapters that left the device for others.", registry=here)
         help = "Host time of a batch's preparation in which adapters were swapped in; a GPU copies on after it."
         self._seconds = Histogram("scute_swap_in_seconds", help, registry=here, buckets=SWAP_IN_BUCKETS)
-        self._rows = Counter("scute_rows", "Rows of forward passes, by the method of their adapter.", ["method"], registry=here)
+        help = "Rows of forward passes, by the method of their adapter."
+        self._rows = Counter("scute_rows", help, ["method"], registry=here)
         self.rows: collections.Counter[str] = collections.Counter()
         self._told: dict[str, int] = {}
         self._before = {"swap_ins": 0, "evictions": 0}

@@ -52,7 +52,8 @@ def summary(state: dict, folder: str, refused: int) -> list[str]:
 async def _load(manager, path: Path):
     most = manager.server_args.max_loaded_loras
     if most is not None and manager.lora_registry.num_registered_loras >= most:
-        raise AdapterError("no_slot", f"{most} adapters are loaded, as many as --max-loaded-loras allows", adapter=path.name)
+        hint = f"{most} adapters are loaded, as many as --max-loaded-loras allows"
+        raise AdapterError("no_slot", hint, adapter=path.name)
     return await hooks_loads.load(manager, LoadLoRAAdapterReqInput(lora_name=path.name, lora_path=str(path)))
 
 

@@ -28,7 +28,7 @@ def add_parser(commands) -> None:
     parser = commands.add_parser("top", help="watch a running server's adapters and counters")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's, if it has one")
-    parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (default: 2)")
+    parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)")
     parser.add_argument("--once", action="store_true", help="look once, for scripts")
     parser.add_argument("--json", action="store_true", help="print a JSON list for each look and nothing else")
     parser.set_defaults(run=run)
