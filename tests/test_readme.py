@@ -133,7 +133,7 @@ def test_files_and_links_exist(path):
         code = re.sub(r"--out \S+", "", code)  # written, not read
         named |= set(re.findall(r"(?<![\w/.-])((?:[\w.*-]+/)*[\w.*-]+\.(?:py|md|cpp|cu|cuh|h|toml|json))\b", code))
         named |= {word for word in re.findall(r"(?<![\w/.-])(?:[\w-]+/)+(?![\w-])", code)}
-    theirs = re.compile(r"NAME|config\.json|peft/|/adapters/|adapters/")  # placeholders, and files of others
+    theirs = re.compile(r"NAME|config\.json|added_tokens\.json|peft/|/adapters/|adapters/")  # placeholders; files of others
     missing = {name for name in named if not theirs.search(name) and not any(any(f.glob(name)) for f in folders)}
     assert not missing
 
@@ -181,5 +181,5 @@ def test_serve_passes_every_flag_on(monkeypatch):
         cli.main(["serve", "MODEL", "--port", "1", "--lora-paths", "a=b", "c=d"])
     assert commands[0][1:] == [
         "-m", "sglang.launch_server", "--model-path", "MODEL", "--enable-lora", "--lora-backend", "scute",
-        "--device", "cpu", "--port", "1", "--lora-paths", "a=b", "c=d",
+        "--device", "cpu", "--sleep-on-idle", "--port", "1", "--lora-paths", "a=b", "c=d",
     ]  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
-from scute_sgl import inspect_cli, plan_cli
+from scute_sgl import inspect_cli, plan_cli, top
 from scute_sgl.boot import has_gpu
 
 
@@ -16,7 +18,7 @@ def serve_command(model: str, flags: list[str]) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
     command += ["--enable-lora", "--lora-backend", "scute"]
     if not has_gpu() and not any(flag == "--device" or flag.startswith("--device=") for flag in flags):
-        command += ["--device", "cpu"]
+        command += ["--device", "cpu", "--sleep-on-idle"]  # SGLang's loop would keep a core busy for nothing
     return command + flags
 
 
@@ -33,29 +35,56 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
+    serve.add_argument("--adapter-dir", metavar="DIR", help="folder whose adapters are loaded, by folder name")
+    serve.add_argument("--adapter-root", metavar="DIR", help="where later loads must lie; default: the adapter dir")
+    serve.set_defaults(parser=serve)
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     demo.set_defaults(run=_demo)
     inspect_cli.add_parser(commands)
     plan_cli.add_parser(commands)
+    top.add_parser(commands)
     return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args, rest = parser.parse_known_args(argv)
-    if args.command == "serve":
-        command = serve_command(args.model, rest)
-        os.execv(command[0], command)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return args.run(args)
 
 
 def _demo(args: argparse.Namespace) -> int:
     from scute_sgl import demo
 
     return demo.run(as_json=args.json)
+
+
+def _serve(args: argparse.Namespace, flags: list[str]) -> None:
+    """Becomes the server. Whatever is wrong with a folder is said at once, not after the model has loaded."""
+    if adapter_base := base_of_adapter(args.model):
+        args.parser.error(f"{args.model} is an adapter of {adapter_base}; serve that, and load this with --lora-paths")
+    folders = []
+    for name, folder in (("adapter-dir", args.adapter_dir), ("adapter-root", args.adapter_root)):
+        if folder is not None and not os.path.isdir(folder):
+            args.parser.error(f"--{name} {folder!r} is no folder")
+        folders += [] if folder is None else [f"--scute-{name}", folder]
+    command = serve_command(args.model, folders + flags)
+    os.execv(command[0], command)
+
+
+def base_of_adapter(folder: str) -> str:
+    """Name of the base model if ``folder`` is an adapter's and no model's, else ""."""
+    config = Path(folder, "adapter_config.json")
+    if not config.is_file() or Path(folder, "config.json").exists():
+        return ""
+    try:
+        return str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError):
+        return "an unknown base model"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "serve":
+        _serve(args, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args.run(args)
 
 
 if __name__ == "__main__":

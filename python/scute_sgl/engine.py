@@ -30,6 +30,11 @@ def Engine(model_path: str, *, lora_paths=None, device: str | None = None, **arg
         arguments["max_loras_per_batch"] = Given(arguments["max_loras_per_batch"])
     if device is not None:
         arguments["device"] = device
-    return sglang.Engine(
+    engine = sglang.Engine(
         model_path=model_path, enable_lora=True, lora_backend="scute", lora_paths=lora_paths, **arguments
     )
+    if options.Options.read().adapter_dir:
+        from scute_sgl import startup
+
+        engine.loop.run_until_complete(startup.finish(engine.tokenizer_manager))
+    return engine

@@ -17,6 +17,11 @@ HTTP_STATUS = {
 }
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, without control characters: files and requests may hold any, logs and terminals not."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class AdapterError(ValueError):
     """A refusal: which adapter, why (one of the codes in HTTP_STATUS), where, and what is allowed.
 

@@ -30,7 +30,7 @@ class Variant:
 
     def __init__(self):
         self.forced: int | None = None
-        self.replays = 0
+        self.captured = self.replays = 0
 
     @contextmanager
     def forcing(self, live: int) -> Iterator[None]:
@@ -61,6 +61,7 @@ def with_variants(graphs, variant: Variant, live_of: Callable[[], int], begin_pa
         for live in VARIANTS:
             with variant.forcing(live):
                 capture_one(key(shape_key, live), forward, *args, **kwargs)
+                variant.captured += 1
 
     def replay_variant(shape_key, *args, **kwargs):
         variant.replays += 1

@@ -47,6 +47,11 @@ def register(hooks: Iterable[Hook]) -> None:
         _registered.append((path, hook))
 
 
+def count() -> int:
+    """Hooks of this process; after :func:`verify` all of them are in place."""
+    return len(_registered)
+
+
 def verify() -> None:
     """RuntimeError, naming the hook, unless all of them are in place in this process."""
     from sglang.version import __version__

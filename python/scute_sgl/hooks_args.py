@@ -53,7 +53,10 @@ REFUSED = {
     "uno_lora_path": ((), "it brings its own adapter layers"),
     "use_ray": ((), "Ray actors do not load SGLang plugins"),
 }  # fmt: skip
-REFUSED_ENVIRONMENT = {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "its keys ignore the adapter, so tenants would share KV"}
+REFUSED_ENVIRONMENT = {
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "its keys ignore the adapter, so tenants would share KV",
+    "SGLANG_RUST_SERVER": "that server replaces the process in which adapters get their names",
+}
 
 SGLANG_DEFAULT_SLOTS = 8
 

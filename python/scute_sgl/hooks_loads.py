@@ -7,7 +7,9 @@ asked for; the unload then waits for the requests that hold the adapter, without
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import time
 
 from fastapi import HTTPException
 from fastapi.responses import ORJSONResponse
@@ -15,10 +17,12 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 from sglang.srt.managers.tokenizer_control_mixin import _merge_lora_update_results
 
-from scute_sgl.errors import HTTP_STATUS, AdapterError
+from scute_sgl.errors import HTTP_STATUS, AdapterError, printable
 from scute_sgl.hooks import Hook
 from scute_sgl.hooks_requests import check_name, is_scute
-from scute_sgl.hub import local_folder
+from scute_sgl.hub import local_folder, requested_folder
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 
@@ -41,7 +45,7 @@ async def load_lora_adapter(original, self, obj, request=None):
     if not is_scute(self):
         return await original(self, obj, request)
     self.auto_create_handle_loop()
-    return await _answered(self, _load(self, obj), request)
+    return await _answered(self, load(self, obj, requested_folder), request)
 
 
 async def unload_lora_adapter(original, self, obj, request=None):
@@ -57,9 +61,13 @@ async def load_lora_adapter_from_tensors(original, self, obj, request=None):
     return await _answered(self, _load_from_tensors(obj), request)
 
 
-async def _load(manager, obj) -> LoRAUpdateOutput:
+async def load(manager, obj, find_folder=local_folder) -> LoRAUpdateOutput:
+    """Load an adapter on all schedulers and register its name. AdapterError, or a result without success."""
     check_name(manager, obj.lora_name)
-    obj.lora_path = await asyncio.to_thread(local_folder, obj.lora_path)
+    try:
+        obj.lora_path = await asyncio.to_thread(find_folder, obj.lora_path)
+    except AdapterError as error:
+        raise error.named(obj.lora_name) from None
     async with manager.lora_update_lock:
         if obj.lora_name in manager.lora_registry.names:
             raise AdapterError("in_use", "an adapter of this name is loaded; unload it first", adapter=obj.lora_name)
@@ -97,22 +105,33 @@ async def _tell_schedulers(manager, obj) -> LoRAUpdateOutput:
     return _merge_lora_update_results(await manager.update_lora_adapter_communicator(obj))
 
 
-async def _answered(manager, outcome, request) -> LoRAUpdateOutput:
+async def _answered(manager, work, request) -> LoRAUpdateOutput:
     """The outcome; over HTTP a refusal raises, because SGLang answers every failure with 400."""
-    try:
-        result = await asyncio.shield(outcome)  # a client that goes away leaves no half of a load or unload
-    except AdapterError as error:
-        loaded = {name: ref.lora_path for name, ref in manager.lora_registry.get_all_adapters().items()}
-        result = LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters=loaded)
+    result = await outcome(manager, work)
     if not result.success and request is not None:
-        raise LoadRefusal(_status(result.error_message), result)
+        raise LoadRefusal(HTTP_STATUS.get(_code(result), 400), result)
     return result
 
 
-def _status(text: str) -> int:
-    """HTTP status of a refusal that travelled as text."""
-    code = re.search(r" refused \[(\w+)\]", text)
-    return HTTP_STATUS.get(code[1], 400) if code else 400
+async def outcome(manager, work) -> LoRAUpdateOutput:
+    """The result of a load or an unload. A refusal is one without success; it is logged and counted here."""
+    begin = time.perf_counter()
+    try:
+        result = await asyncio.shield(work)  # a client that goes away leaves no half of a load or unload
+    except AdapterError as error:
+        loaded = {name: ref.lora_path for name, ref in manager.lora_registry.get_all_adapters().items()}
+        result = LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters=loaded)
+    if not result.success:
+        milliseconds = 1e3 * (time.perf_counter() - begin)
+        logger.warning(f"scute: {printable(result.error_message)} ({milliseconds:.1f} ms)")
+        manager.lora_registry.count_refusal(_code(result))
+    return result
+
+
+def _code(result: LoRAUpdateOutput) -> str:
+    """Code of a refusal that travelled as text; "other" for one of SGLang's own."""
+    code = re.search(r" refused \[(\w+)\]", result.error_message)
+    return code[1] if code and code[1] in HTTP_STATUS else "other"
 
 
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."

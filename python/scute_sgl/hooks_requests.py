@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
 from fastapi import HTTPException
@@ -19,6 +20,7 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.hooks import Hook
+from scute_sgl.metrics import refusal_counter
 
 # The adapter that the request's ``model`` chose, for endpoints that build requests without naming one.
 _chosen: ContextVar[str | None] = ContextVar("scute_adapter", default=None)
@@ -35,7 +37,9 @@ class Refusal(HTTPException, ValueError):
 
 
 class Registry(LoRARegistry):
-    """Names of loaded adapters. Requests are not counted here."""
+    """Names of loaded adapters. Requests are not counted here; refusals are, where metrics are on."""
+
+    count_refusal = staticmethod(lambda code: None)
 
     async def release(self, lora_id) -> None:
         pass
@@ -64,7 +68,7 @@ def base_names(manager) -> set[str]:
 def resolve(manager, name: object) -> str | None:
     """Name of the loaded adapter that ``name`` means; None for the base. Refusal if it means neither."""
     if name is not None and not isinstance(name, str):  # not every endpoint's schema checks it
-        raise Refusal(AdapterError("bad_config", "found no text, want a name", adapter=str(name)[:80]))
+        raise _refusal(manager, AdapterError("bad_config", "found no text, want a name", adapter=str(name)[:80]))
     if not name or name in base_names(manager):
         return None
     loaded = manager.lora_registry.names
@@ -74,7 +78,12 @@ def resolve(manager, name: object) -> str | None:
         if name.startswith(base + ":") and name.removeprefix(base + ":") in loaded:
             return name.removeprefix(base + ":")
     hint = f"not loaded; loaded: {', '.join([*loaded][:8]) or 'none'}{', ...' if len(loaded) > 8 else ''}"
-    raise Refusal(AdapterError("not_found", hint, adapter=name))
+    raise _refusal(manager, AdapterError("not_found", hint, adapter=name))
+
+
+def _refusal(manager, error: AdapterError) -> Refusal:
+    manager.lora_registry.count_refusal(error.code)
+    return Refusal(error)
 
 
 def init_lora(original, self):
@@ -83,6 +92,8 @@ def init_lora(original, self):
         self.lora_registry = Registry(list(self.lora_registry.get_all_adapters().values()))
         for name in self.lora_registry.names:
             check_name(self, name)
+        if self.server_args.enable_metrics:
+            self.lora_registry.count_refusal = refusal_counter()
         _extend_http_server(self)
 
 
@@ -194,6 +205,7 @@ def _choose(manager, model: str | None) -> None:
 
 def _extend_http_server(manager) -> None:
     """Without an HTTP server in this process there is nothing to do."""
+    from scute_sgl import startup
     from scute_sgl.hooks_loads import LoadRefusal, answer_refusal
 
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
@@ -207,6 +219,16 @@ def _extend_http_server(manager) -> None:
         return base if name is None else next(card for card in adapters if card.id == name)
 
     app = http_server.app
+    live = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def after_start(app):
+        """The schedulers are ready, and no socket is open yet: nobody is told of a missing adapter in between."""
+        await startup.finish(manager)
+        async with live(app) as state:
+            yield state
+
+    app.router.lifespan_context = after_start
     app.add_exception_handler(LoadRefusal, answer_refusal)  # the body that SGLang's own answers have
     app.add_api_route("/v1/models/{model:path}", retrieve_model)
     app.router.routes.insert(0, app.router.routes.pop())  # the first that matches a path answers

@@ -16,7 +16,7 @@ _manager = None  # a process has one model, for draft models are refused; None w
 
 def init_lora_manager(original, self):
     from sglang.srt.model_executor import model_runner
-    from sglang.srt.runtime_context import get_lora
+    from sglang.srt.runtime_context import get_lora, get_observability
 
     from scute_sgl.hooks_args import CHECKED
 
@@ -35,6 +35,8 @@ def init_lora_manager(original, self):
         model_runner.LoRAManager = stock
     global _manager
     _manager = self.lora_manager
+    if get_observability().enable_metrics:
+        _manager.start_metrics()
 
 
 def resolve_decode_backend(original, cuda_graph_runner):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,13 +17,14 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_lens
 
-from scute_sgl import build, image, ops, targets
+from scute_sgl import build, hooks, image, ops, targets
 from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold_adapter, live_slots, needs_base_weight
 from scute_sgl.hub import local_folder
 from scute_sgl.layers import attach
+from scute_sgl.metrics import TenantMetrics
 from scute_sgl.names import is_embedding, is_head
 from scute_sgl.options import Options
 from scute_sgl.pool import Pool
@@ -69,6 +71,7 @@ class ScuteManager(LoRAManager):
         self.tenants: dict[str, Tenant] = {}
         self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0, "rank_checks": 0}
         self.ranks = Ranks()
+        self.metrics: TenantMetrics | None = None
         options = Options.read()
         self.check_ranks = options.check_ranks
         sites = targets.find_sites(self.base_model)
@@ -100,6 +103,7 @@ class ScuteManager(LoRAManager):
     # Loading and unloading
 
     def _load_lora_adapter(self, ref: LoRARef):
+        begin = time.perf_counter()
         try:
             self._load(ref)
         except AdapterError as error:
@@ -107,6 +111,7 @@ class ScuteManager(LoRAManager):
         except Exception as error:
             logger.exception(f"loading adapter {ref.lora_name!r} failed")
             return self.create_lora_update_result(False, str(AdapterError.of(error).named(ref.lora_name)))
+        self._tell("loaded", self.tenants[ref.lora_id], begin)
         return self.create_lora_update_result(True)
 
     @torch.no_grad()
@@ -149,18 +154,35 @@ class ScuteManager(LoRAManager):
         return needs_base_weight(slots) or (has_bias and any(vector is not None for vector in vectors))
 
     def _unload_lora_adapter(self, ref: LoRARef):
+        begin = time.perf_counter()
         try:
             if ref.lora_id not in self.tenants:
                 raise AdapterError("not_found", "not loaded")
             self.pool.forget(ref.lora_id)
         except AdapterError as error:
             return self.create_lora_update_result(False, str(error.named(ref.lora_name)))
-        del self.tenants[ref.lora_id], self.lora_refs[ref.lora_id]
+        tenant = self.tenants.pop(ref.lora_id)
+        del self.lora_refs[ref.lora_id]
+        self._tell("unloaded", tenant, begin)
         return self.create_lora_update_result(True)
 
     def load_lora_adapter_from_tensors(self, lora_ref: LoRARef, *args, **kwargs):
         refusal = AdapterError("unsafe_file", "save the adapter and load its folder", adapter=lora_ref.lora_name)
         return self.create_lora_update_result(False, str(refusal))
+
+    def start_metrics(self) -> None:
+        """Ranks decide alike: the first one tells for all."""
+        if self.ranks.rank == 0:
+            self.metrics = TenantMetrics()
+            self.metrics.show(len(self.tenants), self.pool.stats())
+
+    def _tell(self, what: str, tenant: Tenant, begin: float) -> None:
+        """One log line, from the first rank, of what happened to a tenant since ``begin``."""
+        if self.ranks.rank == 0:
+            milliseconds = 1e3 * (time.perf_counter() - begin)
+            logger.info(f"scute: {what} {tenant.name!r}, {tenant.method}, {tenant.nbytes} bytes, {milliseconds:.1f} ms")
+        if self.metrics is not None:
+            self.metrics.show(len(self.tenants), self.pool.stats())
 
     def tied_to_base(self) -> list[str]:
         """Names of loaded adapters that would be wrong after a change of base weights."""
@@ -173,7 +195,13 @@ class ScuteManager(LoRAManager):
         return self.pool.can_hold(self._known(lora_ids))
 
     def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()) -> None:
-        self.pool.ensure(self._known(set(new_loras) | set(running_loras)))
+        begin, before = time.perf_counter(), self.pool.swap_ins
+        evicted = self.pool.ensure(self._known(set(new_loras) | set(running_loras)))
+        if self.metrics is not None and self.pool.swap_ins > before:
+            self.metrics.swapped_in(time.perf_counter() - begin)
+            self.metrics.show(len(self.tenants), self.pool.stats())
+        for uid in evicted:
+            self._tell("evicted", self.tenants[uid], begin)
 
     def prepare_lora_batch(self, forward_batch, *args, **kwargs) -> None:
         if self.lora_backend.reached and not self.first_pass_checked:
@@ -190,6 +218,8 @@ class ScuteManager(LoRAManager):
             self.ranks.check_equal("the batch's adapters or their places", self._decisions(slots, lengths, heads))
             self.stats["rank_checks"] += 1
         self._count(known)
+        if self.metrics is not None:
+            self.metrics.count_rows((self.tenants[uid].method if uid in known else "base" for uid in uids), lengths)
 
     def _decisions(self, *batch) -> bytes:
         """Whatever of a forward pass must be the same on all ranks, the slot table on the device included."""
@@ -207,8 +237,15 @@ class ScuteManager(LoRAManager):
 
     def state(self) -> dict:
         """Counters and tenants, for /server_info."""
-        tenants = {t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes} for t in self.tenants.values()}
-        return {**self.stats, "replays": self.lora_backend.variant.replays, "pool": self.pool.stats(), "tenants": tenants}
+        resident = self.pool.uid_to_slot
+        tenants = {
+            t.name: {"method": t.method, "live": t.live, "bytes": t.nbytes, "resident": uid in resident}
+            for uid, t in self.tenants.items()
+        }
+        variant = self.lora_backend.variant
+        graphs = {"captured": variant.captured, "replays": variant.replays}
+        sizes = {"slots": self.max_loras_per_batch, "modules": len(self.targets), "hooks": hooks.count()}
+        return {**self.stats, **graphs, **sizes, "pool": self.pool.stats(), "tenants": tenants}
 
 
 def _max_file_bytes(values: int, base: BaseShape) -> int:

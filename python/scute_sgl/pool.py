@@ -101,9 +101,10 @@ class Pool:
             return False
         return all(t.slot >= 0 for t in tenants) or can_fit(tenants, self._resident.values(), self.room)
 
-    def ensure(self, uids: Iterable[str | None]) -> None:
+    def ensure(self, uids: Iterable[str | None]) -> list[str]:
         """Make these tenants resident, evicting idle ones as needed, and let forgotten ones go that no batch needs.
 
+        Returns the names of the evicted.
         AdapterError ``not_found`` (unknown uid) and ``no_slot`` (see :meth:`can_hold`); both leave everything as it was.
         """
         names = sorted(set(uids) - {None})
@@ -111,16 +112,17 @@ class Pool:
             if uid not in self._tenants:
                 raise AdapterError("not_found", f"{uid} is not loaded", adapter=uid)
         wanted = [self._tenants[uid] for uid in names]
-        stale = [t for t in self._leaving if t not in wanted]
+        stale, evicted = [t for t in self._leaving if t not in wanted], []
         if stale or not all(t.slot >= 0 for t in wanted):
             if not self.can_hold(names):
                 need = f"{len(names)} tenants of one batch need {demand(wanted)} bytes"
                 raise AdapterError("no_slot", f"{need} of the arena's {self.room.nbytes}, and {self.room.slots} slots")
             residents = [t for t in self._resident.values() if t not in stale]
-            self._apply(choose(wanted, residents, self.room), stale)
+            evicted = self._apply(choose(wanted, residents, self.room), stale)
         self._step += 1
         for tenant in wanted:
             tenant.used = self._step
+        return evicted
 
     def slot_of(self, uid: str | None) -> int:
         """Slot of a resident tenant, -1 for the base. KeyError otherwise: never the base by mistake."""
@@ -130,6 +132,11 @@ class Pool:
         if tenant is None or tenant.slot < 0:
             raise KeyError(f"{uid} is not resident")
         return tenant.slot
+
+    @property
+    def swap_ins(self) -> int:
+        """Copies of a tenant to the device since the start."""
+        return self._swap_ins
 
     @property
     def uid_to_slot(self) -> dict[str, int]:
@@ -170,11 +177,13 @@ class Pool:
                 hint += f", the arena has {self.room.nbytes}: raise --scute-arena-mb"
                 raise AdapterError("too_large", hint, adapter=tenant.name)
 
-    def _apply(self, move: Move, stale: list[Tenant]) -> None:
+    def _apply(self, move: Move, stale: list[Tenant]) -> list[str]:
         old_sets = [s for s in self._resident_sets() if s not in move.keep_sets]
         coming = {block for block, _ in move.place}
-        for tenant in [t for t in self._resident.values() if t not in move.keep]:
-            self._evictions += tenant not in stale and tenant not in coming
+        going = [t for t in self._resident.values() if t not in move.keep]
+        evicted = [t.name for t in going if t not in stale and t not in coming]
+        self._evictions += len(evicted)
+        for tenant in going:
             self._clear(tenant)
         for tenant in stale:
             self._leaving.remove(tenant)
@@ -188,6 +197,7 @@ class Pool:
                 self._load_set(block)
             else:
                 self._load(block)
+        return evicted
 
     def _load(self, tenant: Tenant) -> None:
         image = tenant.image

@@ -51,7 +51,7 @@ def checked(peft_type: str) -> str:
 def options() -> str:
     lines = ["| flag | `Engine` keyword | meaning |", "| --- | --- | --- |"]
     for option in fields(Options):
-        flag = f"--scute-{option.name.replace('_', '-')}" + ("" if option.type == "bool" else " N")
+        flag = f"--scute-{option.name.replace('_', '-')}" + {"bool": "", "int": " N", "str": " DIR"}[option.type]
         default = "" if option.type == "bool" or not option.default else f" (default {option.default})"
         help = option.metadata["help"].replace("%%", "%")
         lines.append(f"| `{flag}` | `scute_{option.name}` | {help}{default} |")
