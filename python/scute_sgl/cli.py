@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import metadata
 
+from scute_sgl import verify
 from scute_sgl.boot import has_gpu
 
 
@@ -17,6 +18,12 @@ def serve_command(model: str, flags: list[str]) -> list[str]:
     if not has_gpu() and not any(flag == "--device" or flag.startswith("--device=") for flag in flags):
         command += ["--device", "cpu"]
     return command + flags
+
+
+def run_demo(args) -> int:
+    from scute_sgl import demo
+
+    return demo.run(as_json=args.json)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,6 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
+    demo.set_defaults(run=run_demo)
+    verify.add_parser(commands)
     return parser
 
 
@@ -45,9 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         os.execv(command[0], command)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    from scute_sgl import demo
-
-    return demo.run(as_json=args.json)
+    return args.run(args)
 
 
 if __name__ == "__main__":
