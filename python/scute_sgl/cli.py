@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import metadata
 
-from scute_sgl import verify
+from scute_sgl import load, verify
 from scute_sgl.boot import has_gpu
 
 
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     demo.set_defaults(run=run_demo)
     verify.add_parser(commands)
+    load.add_parser(commands)
     return parser
 
 
@@ -52,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "serve":
         command = serve_command(args.model, rest)
         os.execv(command[0], command)
-    if rest:
+    if "rest" in args:  # a command of another program
+        args.rest = rest
+    elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return args.run(args)
 
