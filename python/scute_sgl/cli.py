@@ -20,12 +20,6 @@ def serve_command(model: str, flags: list[str]) -> list[str]:
     return command + flags
 
 
-def run_demo(args) -> int:
-    from scute_sgl import demo
-
-    return demo.run(as_json=args.json)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scute", description="Serve PEFT adapters of many methods, exactly, with SGLang.")
     parser.add_argument("--version", action="version", version=f"scute {metadata.version('scute_sgl')}")
@@ -41,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("model", metavar="MODEL", help="folder or hub name of the base model")
     demo = commands.add_parser("demo", help="serve five kinds of adapters in one batch and compare them with PEFT")
     demo.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
-    demo.set_defaults(run=run_demo)
+    demo.set_defaults(run=_demo)
     verify.add_parser(commands)
     load.add_parser(commands)
     return parser
@@ -58,6 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return args.run(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from scute_sgl import demo
+
+    return demo.run(as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def in_a_process(function, job: Job) -> Served:
 def job_of(args) -> Job:
     """What the arguments ask for. ValueError or OSError, in words for the user, where they cannot be met."""
     if importlib.util.find_spec("peft") is None:
-        raise ImportError("the comparison needs the package peft: pip install peft")
+        raise ImportError("the comparison needs PEFT: pip install 'scute_sgl[verify]'")
     path = args.model / "config.json"
     if not path.is_file():
         raise ValueError(f"--model {str(args.model)!r}: no config.json there; want a local folder of a base model")
