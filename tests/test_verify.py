@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -19,8 +20,9 @@ SHORT = ["--rows", "2", "--new-tokens", "8"]
 KEYS = ["name", "method", "effect", "mean_error", "max_error", "error_over_effect", "ok", "reason"]
 
 
-def arguments(kit, *adapters: str, base: str = "llama") -> list[str]:
-    return ["verify", "--model", kit.base(base), "--adapters", *(kit.adapter(name) for name in adapters), *SHORT, "--json"]
+def arguments(kit, *adapters: str) -> list[str]:
+    folders = [kit.adapter(name) for name in adapters]
+    return ["verify", "--model", kit.base(), "--adapters", *folders, *SHORT, "--json"]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,8 @@ def served(recorded, monkeypatch):
     """served(change): further runs get what the engine answered, changed, instead of an engine's answer."""
 
     def install(change=lambda answers: answers):
-        answers = recorded[2].answers
-        monkeypatch.setattr(verify, "in_a_process", lambda *_: replace(recorded[2], refused={}, answers=change(answers)))
+        answered = replace(recorded[2], refused={}, answers=change(recorded[2].answers))
+        monkeypatch.setattr(verify, "in_a_process", lambda *_: answered)
 
     return install
 
@@ -162,7 +164,12 @@ def test_bad_usage_is_status_2_in_words(kit, capsys, monkeypatch, change, messag
 
 def test_two_adapters_of_one_name_need_names(kit, capsys, monkeypatch):
     jobs = []
-    monkeypatch.setattr(verify, "in_a_process", lambda _, job: jobs.append(job) or (_ for _ in ()).throw(RuntimeError("x")))
+
+    def stop(_, job):
+        jobs.append(job)
+        raise RuntimeError("stopped here")
+
+    monkeypatch.setattr(verify, "in_a_process", stop)
     folder = kit.adapter("lora")
     assert cli.main(["verify", "--model", kit.base(), "--adapters", folder, folder]) == 2
     assert "two adapters are named 'lora'" in capsys.readouterr().err and not jobs
@@ -175,6 +182,13 @@ def test_too_little_memory_is_said_with_numbers_before_the_start(kit, capsys, mo
     monkeypatch.setattr(verify, "in_a_process", lambda *_: pytest.fail("an engine was started"))
     assert cli.main(arguments(kit, "lora")) == 2
     assert "PEFT float32 needs about 3.0 GiB on cpu, which has 1.0 GiB free" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_or_ends_is_an_error_in_words():
+    with pytest.raises(RuntimeError, match="the engine failed: ValueError: invalid literal"):
+        verify.in_a_process(int, "x")
+    with pytest.raises(RuntimeError, match="the engine ended"):
+        verify.in_a_process(os._exit, 3)
 
 
 def test_parameters_are_counted_without_reading_them(kit):

@@ -1,9 +1,9 @@
 """``scute bench load``: requests over a running server's tenants, at rates that do not wait for its answers.
 
-Arrivals are Poisson and tenants are popular by Zipf's law (the k-th 1/k as often as the first) or all alike; both are
-drawn from a seed, so two servers get the same requests. Time counts from the moment when a request was due, also if this
-client sent it late. An answer meets the objective (SLO) if its first token came in time and the others, on average, too;
-one that failed does not.
+Arrivals are Poisson, and tenants are popular by Zipf's law (the k-th 1/k as often as the first) or all alike; both are
+drawn from a seed, so two servers get the same requests. Time counts from the moment when a request was due, also if
+this client sent it late. An answer meets the objective (SLO) if its first token came in time and the others, on
+average, too; one that failed does not.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def add_parser(commands) -> None:
     add("--url", action="append", metavar="URL", help="a server (http://127.0.0.1:30000); twice: two, side by side")
     add("--rates", type=_above_0, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="requests a second, in turn (1 2 4 8)")
     add("--seconds", type=_above_0, default=60.0, help="of arrivals at each rate (60)")
-    add("--tenants", nargs="+", metavar="NAME", help="most popular first; default: all that the first server has loaded")
+    add("--tenants", nargs="+", metavar="NAME", help="most popular first; default: all loaded in the first server")
     add("--popularity", choices=("zipf", "uniform"), default="zipf")
-    add("--profile", choices=PROFILES, default="decode", help="tokens in and out: 128 and 256 (decode), 2048 and 16 (prefill)")
+    add("--profile", choices=PROFILES, default="decode", help="128 tokens in, 256 out (decode), or 2048 in, 16 out")
     add("--input", type=positive, help="mean tokens in; lengths are uniform from half of it to one and a half")
     add("--output", type=positive, help="mean tokens out, likewise")
     add("--slo-first", type=_above_0, default=1000.0, metavar="MS", help="first token within (1000)")
@@ -54,7 +54,7 @@ def add_parser(commands) -> None:
     add("--seed", type=int, default=0)
     add("--timeout", type=_above_0, default=600.0, metavar="S", help="of one request (600)")
     add("--json", action="store_true", help="print a JSON list and nothing else")
-    add("--plot", type=Path, metavar="FILE", help="an image of latencies and attainment over the rate; needs matplotlib")
+    add("--plot", type=Path, metavar="FILE", help="draw latencies and attainment over the rate; needs matplotlib")
     parser.set_defaults(run=run)
 
 
@@ -70,7 +70,7 @@ def run_script(args) -> int:
         script = folder / f"bench_{args.kind}.py"
         if script.is_file():
             os.execv(sys.executable, [sys.executable, str(script), *args.rest])
-    say(f"scute bench {args.kind}: benchmarks/bench_{args.kind}.py is not part of an installed package; run it in a clone")
+    say(f"scute bench {args.kind}: an installed package has no benchmarks/bench_{args.kind}.py; run this in a clone")
     return 2
 
 
@@ -114,7 +114,7 @@ async def measure(urls: list[str], args) -> list[dict]:
             if rows[-1]["first_error"]:
                 say(f"{rows[-1]['errors']} errors, such as: {rows[-1]['first_error']}")
             if (late := rows[-1]["client_late_ms_p99"] or 0) > LATE_MS:
-                say(f"this client sent 1% of them over {late:.0f} ms late; it needs a less busy machine, or a lower rate")
+                say(f"this client sent 1% of them over {late:.0f} ms late; it needs a less busy machine")
     return rows
 
 
@@ -160,9 +160,9 @@ def table(rows: list[dict], best: list[dict]) -> str:
         times = (row[f"{what}_ms_p{p}"] for what in ("ttft", "tpot") for p in PERCENTILES)
         times = " ".join(f"{'-' if t is None else format(t, '.1f'):>8}" for t in times)
         met = "-" if row["attainment"] is None else f"{row['attainment']:.1%}"
-        counts = f"{row['requests']:>8} {row['errors']:>6}"
-        lines.append(f"{row['rate']:>6g} {row['url']:{width}} {counts} {times} {row['output_tokens_per_s']:>9.1f} {met:>7}")
-    lines.append("\nTTFT and TPOT in ms: time to the first token, and for each further one; percentiles of the answered.")
+        speed, counts = row["output_tokens_per_s"], f"{row['requests']:>8} {row['errors']:>6}"
+        lines.append(f"{row['rate']:>6g} {row['url']:{width}} {counts} {times} {speed:>9.1f} {met:>7}")
+    lines.append("\nTTFT and TPOT in ms: time to the first token, and for each further one; percentiles.")
     for row in best:
         reached = "none of these" if row["highest_rate"] is None else f"{row['highest_rate']:g} requests a second"
         lines.append(f"{row['url']}: highest rate that meets the SLO for {GOAL:.0%}: {reached}")

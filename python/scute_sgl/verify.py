@@ -43,11 +43,11 @@ def add_parser(commands) -> None:
     add("--adapters", required=True, nargs="+", metavar="ADAPTER", help="folders, or NAME=FOLDER")
     add("--dtype", choices=DTYPES, help="of serving; default: the base's own")
     add("--device", choices=("cpu", "cuda"), help="of serving; default: cuda where there is one")
-    add("--reference", choices=("cpu", "cuda"), help="device of PEFT; default: that of serving, or cpu if it is too small")
+    add("--reference", choices=("cpu", "cuda"), help="device of PEFT; default: the same, or cpu if that is too small")
     add("--rows", type=positive, default=4, help="rows of the batch for each adapter and for the base (4)")
     add("--prompt", type=positive, default=32, help="tokens of a prompt (32)")
     add("--new-tokens", type=positive, default=64, help="judged positions of a row (64)")
-    add("--tolerance", type=float, help="float32: largest error (1e-5); else: mean error over PEFT's own in that dtype (1.25)")
+    add("--tolerance", type=float, help="float32: largest error (1e-5); 16 bit: mean error over PEFT's own (1.25)")
     add("--engine", nargs="+", default=[], metavar="NAME=VALUE", help="arguments of sglang.Engine, such as tp_size=2")
     add("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=run)
@@ -145,11 +145,9 @@ def job_of(args) -> Job:
         if name in folders:
             raise ValueError(f"two adapters are named {name!r}; give names: NAME=FOLDER")
         folders[name] = Path(folder)
-    more = dict(_assignment(text) for text in args.engine)
     device = args.device or ("cuda" if memory.free_bytes("cuda") else "cpu")
-    job = Job(
-        args.model, folders, dtype, device, args.reference or device, args.rows, args.prompt, args.new_tokens, vocabulary, more
-    )
+    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(map(_assignment, args.engine))
+    job = Job(args.model, folders, dtype, device, args.reference or device, *rest)
     if args.reference is None and job.needs["PEFT float32"][1] > memory.free_bytes(device):
         job = replace(job, reference="cpu")
     return job
@@ -215,10 +213,12 @@ def judge(job: Job, served: Served, tolerance: float | None) -> list[dict]:
 def read_all(side: Peft, job: Job, served: Served, problems: dict[str | None, str]) -> dict[str | None, Tensor]:
     """PEFT's log-probabilities of all answers; what it cannot run is added to ``problems``, and the rest goes on."""
     result = {}
-    for name in [name for name in served.answers if name not in problems]:
+    for name, a in served.answers.items():
+        if name in problems:
+            continue
         say(f"PEFT {str(side.dtype).removeprefix('torch.')} reads {name or 'the base'}")
         try:  # one row at a time: the logits of a large vocabulary are large
-            result[name] = side.logprobs(job.folders.get(name), served.answers[name].ids, served.answers[name].tokens, rows=1)
+            result[name] = side.logprobs(job.folders.get(name), a.ids, a.tokens, rows=1)
         except Exception as error:
             problems[name] = f"PEFT cannot run it: {type(error).__name__}: {error}"
     return result
