@@ -17,6 +17,7 @@ from scute_sgl.judge import Peft, excess
 
 GOOD = ["lora", "dora_bias_all", "boft_factors"]  # biases in the file change the base that PEFT holds
 SHORT = ["--rows", "2", "--new-tokens", "8"]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 KEYS = ["name", "method", "effect", "mean_error", "max_error", "error_over_effect", "ok", "reason"]
 
 
@@ -148,6 +149,7 @@ def test_the_base_is_whole_again_after_adapters_that_change_it(kit):
         ({"--dtype": "int8"}, "invalid choice"),
         ({"--rows": "0"}, "want a whole number above 0"),
         ({"--engine": "tp_size"}, "want NAME=VALUE"),
+        pytest.param({"--device": "cuda"}, "there is none", marks=WITHOUT_GPU),
         ({"--color": "red"}, "unrecognized arguments: --color red"),
     ],
 )

@@ -1,8 +1,9 @@
-"""What the commands share: arguments that are counts, and progress beside the result on standard output."""
+"""What the commands share: arguments, and progress beside the result on standard output."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 
 
@@ -11,6 +12,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, want a whole number above 0")
     return int(text)
+
+
+def assignment(text: str) -> tuple[str, object]:
+    """NAME=VALUE; a value that is no Python literal is a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"found {text!r}, want NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def say(text: str) -> None:

@@ -103,7 +103,7 @@ async def measure(urls: list[str], args) -> list[dict]:
         say(f"{url}: warming up, one request for each tenant")
         await client.warm_up(url, tenants, input, args.timeout)
     rows = []
-    for rate in sorted(args.rates):
+    for rate in sorted(set(args.rates)):
         calls = client.draw(rate, args.seconds, tenants, args.popularity, input, output, args.seed)
         for url in urls:
             say(f"{url}: {len(calls)} requests at {rate:g} a second")

@@ -7,7 +7,6 @@ one adapter at a time. Judged are the log-probabilities of the chosen token and 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import json
 import multiprocessing
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scute_sgl import memory
-from scute_sgl.console import positive, say
+from scute_sgl.console import assignment, positive, say
+from scute_sgl.options import MIB, Options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from scute_sgl.judge import Answers, Peft
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ARENA_MB = 256  # and twice the adapters' files
 
 
 def add_parser(commands) -> None:
@@ -70,7 +69,12 @@ class Job:
 
     @property
     def arena_mb(self) -> int:
-        return ARENA_MB + 2 * sum(map(memory.weights_bytes, self.folders.values())) // 2**20
+        """A server's own default and twice the files, because all adapters are in one batch."""
+        import torch
+
+        files = 2 * sum(map(memory.weights_bytes, self.folders.values()))
+        default = (Options.read().arena_bytes(torch.device(self.device)) + files) // MIB
+        return int(self.engine.get("scute_arena_mb", default))
 
     @property
     def needs(self) -> dict[str, tuple[str, int]]:
@@ -80,7 +84,7 @@ class Job:
         logits = 4 * (self.prompt + self.new_tokens) * self.vocabulary  # of one row, and their log-probabilities
         adapter = max(map(memory.weights_bytes, self.folders.values()))  # and what it is folded to
         return {
-            "serving": (self.device, int(memory.SPARE * served) + (self.arena_mb << 20)),
+            "serving": (self.device, int(memory.SPARE * served) + self.arena_mb * MIB),
             "PEFT float32": (self.reference, int(memory.SPARE * 4 * (weights + logits)) + 4 * adapter),
         }
 
@@ -120,7 +124,7 @@ def in_a_process(function, job: Job) -> Served:
 
 
 def job_of(args) -> Job:
-    """What the arguments ask for. ValueError or OSError, in words for the user, where they cannot be met."""
+    """What the arguments ask for. ValueError, ImportError or OSError, in words, where they cannot be met."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError("the comparison needs PEFT: pip install 'scute_sgl[verify]'")
     path = args.model / "config.json"
@@ -128,9 +132,9 @@ def job_of(args) -> Job:
         raise ValueError(f"--model {str(args.model)!r}: no config.json there; want a local folder of a base model")
     try:
         config = json.loads(path.read_text())
-        config |= config.get("text_config", {})
+        config |= config.get("text_config") or {}
         vocabulary, dtype = config["vocab_size"], args.dtype or config.get("dtype") or config.get("torch_dtype")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the config of a language model: {error!r}") from None
     if dtype not in DTYPES:
         raise ValueError(f"the base is in {dtype}; want --dtype {', '.join(DTYPES)}")
@@ -146,21 +150,13 @@ def job_of(args) -> Job:
             raise ValueError(f"two adapters are named {name!r}; give names: NAME=FOLDER")
         folders[name] = Path(folder)
     device = args.device or ("cuda" if memory.free_bytes("cuda") else "cpu")
-    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(map(_assignment, args.engine))
+    if not memory.free_bytes(device):
+        raise ValueError(f"--device {device}: there is none")
+    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(map(assignment, args.engine))
     job = Job(args.model, folders, dtype, device, args.reference or device, *rest)
     if args.reference is None and job.needs["PEFT float32"][1] > memory.free_bytes(device):
         job = replace(job, reference="cpu")
     return job
-
-
-def _assignment(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ValueError(f"--engine {text!r}: want NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def serve(job: Job) -> Served:
