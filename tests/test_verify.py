@@ -15,7 +15,7 @@ from make_adapters import edit_config
 from scute_sgl import cli, memory, verify
 from scute_sgl.judge import Peft, excess
 
-GOOD = ["lora", "dora_bias_all", "boft_factors"]  # biases in the file change the base that PEFT holds
+GOOD = ["lora", "pissa", "boft_factors"]  # PiSSA changes the weights of the base that PEFT holds
 SHORT = ["--rows", "2", "--new-tokens", "8"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 KEYS = ["name", "method", "effect", "mean_error", "max_error", "error_over_effect", "ok", "reason"]
@@ -57,7 +57,7 @@ def test_good_adapters_are_ok_and_a_refused_one_is_a_row(recorded):
     assert all(list(row) == KEYS for row in rows)
     for row in rows[:-1]:
         assert row["ok"] and row["max_error"] <= 1e-5 and row["reason"] == ""
-    assert [row["method"] for row in rows] == ["base", "LORA", "DORA", "BOFT", None]
+    assert [row["method"] for row in rows] == ["base", "LORA", "PISSA", "BOFT", None]
     assert rows[0]["effect"] == 0 and rows[0]["error_over_effect"] is None
     assert all(row["effect"] > 0.05 and row["error_over_effect"] < 1e-4 for row in rows[1:-1])
     assert not rows[-1]["ok"] and "refused [bad_config]: modules_to_save" in rows[-1]["reason"]
@@ -73,15 +73,15 @@ def test_all_ok_is_status_0(kit, served, capsys):
 
 def test_one_wrong_log_probability_is_status_1(kit, served, capsys):
     def change(answers):
-        wrong = answers["dora_bias_all"].served.clone()
+        wrong = answers["pissa"].served.clone()
         wrong[1, 3, 7] += 1e-4
-        return answers | {"dora_bias_all": replace(answers["dora_bias_all"], served=wrong)}
+        return answers | {"pissa": replace(answers["pissa"], served=wrong)}
 
     served(change)
     assert cli.main(arguments(kit, *GOOD)) == 1
     rows = rows_of(capsys)
-    assert [name for name, row in rows.items() if not row["ok"]] == ["dora_bias_all"]
-    assert rows["dora_bias_all"]["max_error"] == pytest.approx(1e-4, rel=0.1)
+    assert [name for name, row in rows.items() if not row["ok"]] == ["pissa"]
+    assert rows["pissa"]["max_error"] == pytest.approx(1e-4, rel=0.1)
     assert cli.main([*arguments(kit, *GOOD), "--tolerance", "2e-4"]) == 0
 
 
@@ -136,7 +136,7 @@ def test_the_base_is_whole_again_after_adapters_that_change_it(kit):
     tokens = torch.arange(128).expand(1, 6, 128)
     side = Peft(kit.base(), torch.float32, "cpu")
     before = side.logprobs(None, ids, tokens)
-    adapted = side.logprobs(kit.adapter("dora_bias_all"), ids, tokens)
+    adapted = side.logprobs(kit.adapter("pissa"), ids, tokens)
     assert (adapted - before).abs().max() > 0.05
     assert torch.equal(side.logprobs(None, ids, tokens), before)
 

@@ -15,10 +15,10 @@ def positive(text: str) -> int:
 
 
 def assignment(text: str) -> tuple[str, object]:
-    """NAME=VALUE; a value that is no Python literal is a string."""
+    """An argparse type: NAME=VALUE; a value that is no Python literal is a string."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ValueError(f"found {text!r}, want NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"found {text!r}, want NAME=VALUE")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

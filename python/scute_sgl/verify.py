@@ -47,7 +47,7 @@ def add_parser(commands) -> None:
     add("--prompt", type=positive, default=32, help="tokens of a prompt (32)")
     add("--new-tokens", type=positive, default=64, help="judged positions of a row (64)")
     add("--tolerance", type=float, help="float32: largest error (1e-5); 16 bit: mean error over PEFT's own (1.25)")
-    add("--engine", nargs="+", default=[], metavar="NAME=VALUE", help="arguments of sglang.Engine, such as tp_size=2")
+    add("--engine", nargs="+", type=assignment, default=[], metavar="NAME=VALUE", help="such as tp_size=2")
     add("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=run)
 
@@ -152,7 +152,7 @@ def job_of(args) -> Job:
     device = args.device or ("cuda" if memory.free_bytes("cuda") else "cpu")
     if not memory.free_bytes(device):
         raise ValueError(f"--device {device}: there is none")
-    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(map(assignment, args.engine))
+    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(args.engine)
     job = Job(args.model, folders, dtype, device, args.reference or device, *rest)
     if args.reference is None and job.needs["PEFT float32"][1] > memory.free_bytes(device):
         job = replace(job, reference="cpu")
