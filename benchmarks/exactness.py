@@ -21,55 +21,23 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import record
 import torch
 from engines import PLAIN
-from peft_models import LLAMA_1B, TINY, load_base, logprobs, recipes, with_adapter, write_adapters, write_base
-from torch import Tensor
+from peft_models import LLAMA_1B, TINY, recipes, write_adapters, write_base
+
+from scute_sgl import judge as judging
+from scute_sgl.judge import FLOAT32_ERROR, PEFT_ERROR, TOP, Answers, Peft, load_base
 
 EFFECTS = (0.3, 1.0)
-TOP = 20
-FLOAT32_ERROR = 1e-5
-LIMITS = {"peft_error": 1.25, "base_error": 1.5, "p999_of_lora": 1.5, "error_over_effect_fp16": 0.015}
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What one adapter's rows got: ids (rows, prompt + new), judged tokens and log-probabilities (rows, new, k)."""
-
-    ids: Tensor
-    tokens: Tensor
-    served: Tensor
+LIMITS = {"peft_error": PEFT_ERROR, "base_error": 1.5, "p999_of_lora": 1.5, "error_over_effect_fp16": 0.015}
 
 
 def generate(engine, names: list[str | None], args) -> dict[str | None, Answers]:
-    """One batch: ``args.rows`` rows for each name, sampled at temperature 1 so that positions differ."""
-    generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(3, args.config["vocab_size"], (len(names) * args.rows, args.prompt), generator=generator)
-    adapters = [name for name in names for _ in range(args.rows)]
-    replies = engine.generate(
-        input_ids=prompts.tolist(),
-        lora_path=adapters,
-        sampling_params={"temperature": 1.0, "max_new_tokens": args.new_tokens, "ignore_eos": True},
-        return_logprob=True,
-        top_logprobs_num=TOP,
-    )
-    result = {}
-    for number, name in enumerate(names):
-        mine = slice(number * args.rows, (number + 1) * args.rows)
-        judged = torch.tensor([judged_of(reply["meta_info"]) for reply in replies[mine]], dtype=torch.float64)
-        served, tokens = judged[..., 0].float(), judged[..., 1].long()
-        result[name] = Answers(torch.cat([prompts[mine], tokens[:, :, 0]], 1), tokens, served)
-    return result
-
-
-def judged_of(meta: dict) -> list[list[list[float]]]:
-    """(positions, 1 + TOP, 2) of an answer: log-probability and token, the chosen one first."""
-    chosen, top = meta["output_token_logprobs"], meta["output_top_logprobs"]
-    return [[list(pair[:2]) for pair in [one, *likeliest]] for one, likeliest in zip(chosen, top, strict=True)]
+    """One batch: ``args.rows`` rows for each name."""
+    return judging.generate(engine, names, args.config["vocab_size"], args.rows, args.prompt, args.new_tokens)
 
 
 def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, args):
@@ -93,25 +61,12 @@ def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, args):
 
 def judge(answers: dict, base: Path, folders: dict[str, Path], dtype: torch.dtype, args) -> dict[str | None, dict]:
     """The figures of every adapter (None: the base) against PEFT in float32 and in the serving dtype."""
-    exact, same = load_base(base, torch.float32, args.device), load_base(base, dtype, args.device)
+    exact, same = Peft(base, torch.float32, args.device), Peft(base, dtype, args.device)
     figures = {}
     for name, a in answers.items():
-        ids, tokens, served = (t.to(args.device) for t in (a.ids, a.tokens, a.served))
-        bare = logprobs(exact, ids, tokens)
-        with with_adapter(exact, folders.get(name)) as model:
-            expected = logprobs(model, ids, tokens)
-        with with_adapter(same, folders.get(name)) as model:
-            peft = logprobs(model, ids, tokens)
-        errors = (served - expected).abs()
-        figures[name] = {
-            "positions": served.shape[0] * served.shape[1],
-            "effect": (expected - bare).abs().mean().item(),
-            "mean_error": errors.mean().item(),
-            "p999_error": errors.flatten().quantile(0.999).item(),
-            "max_error": errors.max().item(),
-            "peft_error": (peft - expected).abs().mean().item(),
-            "peft_p999_error": (peft - expected).abs().flatten().quantile(0.999).item(),
-        }
+        bare = exact.logprobs(None, a.ids, a.tokens)
+        expected, peft = (side.logprobs(folders.get(name), a.ids, a.tokens) for side in (exact, same))
+        figures[name] = judging.figures(a.served, expected, bare, peft)
     return figures
 
 

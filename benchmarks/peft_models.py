@@ -1,4 +1,4 @@
-"""PEFT's side of the exactness test: a random base, adapters of a chosen effect, and their log-probabilities.
+"""What the exactness test serves: a random base, and adapters of a chosen effect.
 
 Every adapter is written by PEFT itself. Its trainable parameters depart from the identity by noise times a scale,
 and the scale is searched until the adapter moves the log-probabilities by the wanted amount: an adapter that
@@ -8,15 +8,15 @@ changes little would hide errors, one that changes everything would hide them as
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scute_sgl.judge import logprobs
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LLAMA_1B = {
@@ -81,37 +81,6 @@ def write_base(folder: Path, config: dict, dtype: torch.dtype, device: str) -> N
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**config))
     model.to(dtype).save_pretrained(folder)
-
-
-def load_base(folder: Path, dtype: torch.dtype, device: str):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-
-
-@contextmanager
-def with_adapter(base, folder: Path | None) -> Iterator[torch.nn.Module]:
-    """The base with an adapter loaded by PEFT (None: the bare base), and the bare base again afterwards."""
-    if folder is None:
-        yield base
-        return
-    model = PeftModel.from_pretrained(base, folder).eval()
-    try:
-        yield model
-    finally:
-        model.unload()
-
-
-@torch.inference_mode()
-def logprobs(model, ids: Tensor, tokens: Tensor, rows: int = 4) -> Tensor:
-    """Log-probabilities of ``tokens`` (rows, positions, k) as successors of the last but one ids before each.
-
-    ids (rows, length): prompt and answer; tokens of position p stand for the ids at length - positions + p.
-    """
-    positions = tokens.shape[1]
-    parts = []
-    for chunk, wanted in zip(ids.split(rows), tokens.split(rows), strict=True):
-        logits = model(input_ids=chunk).logits[:, -positions - 1 : -1]
-        parts.append(logits.float().log_softmax(-1).gather(-1, wanted))
-    return torch.cat(parts)
 
 
 def write_adapters(base, folder: Path, effects: tuple[float, float], top: int, device: str) -> dict[str, float]:

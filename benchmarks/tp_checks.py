@@ -33,10 +33,12 @@ import record
 import torch
 import tp_engine
 from engines import EngineProcess
-from peft_models import LLAMA_1B, TINY, load_base, recipes, write_adapters, write_base
+from peft_models import LLAMA_1B, TINY, recipes, write_adapters, write_base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tp_engine import Job, Request
+
+from scute_sgl.judge import load_base
 
 SMALL = TINY | {"intermediate_size": 128}  # on CPU ranks SGLang pads widths that are no multiples of 64
 LIMIT = 1.5

@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from scute_sgl import inspect_cli, plan_cli, top
+from scute_sgl import inspect_cli, load, plan_cli, top, verify
 from scute_sgl.boot import has_gpu
 
 
@@ -44,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     inspect_cli.add_parser(commands)
     plan_cli.add_parser(commands)
     top.add_parser(commands)
+    verify.add_parser(commands)
+    load.add_parser(commands)
     return parser
 
 
@@ -82,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     if args.command == "serve":
         _serve(args, rest)
-    if rest:
+    if "rest" in args:  # a command of another program
+        args.rest = rest
+    elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return args.run(args)
 
