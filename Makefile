@@ -49,7 +49,7 @@ $(VENV)/.packages: pyproject.toml
 	@echo "[1/2] $(VENV): installing SGLang $(SGLANG), its torch and PEFT $(PEFT) (several GB, minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -qq --upgrade pip
-	@$(PIP) install -qq sglang==$(SGLANG) peft==$(PEFT) pytest matplotlib ninja pybind11 setuptools wheel
+	@$(PIP) install -qq sglang==$(SGLANG) peft==$(PEFT) pytest matplotlib scikit-learn ninja pybind11 setuptools wheel
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.packages $(SOURCES)
