@@ -156,7 +156,8 @@ def test_what_is_no_url_is_named(capsys, words, url):
     assert f"--url: found {url!r}, want a URL such as" in fails(capsys, *words, "--url", url)
 
 
-GARBAGE = [b"", b"garbage\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", ok(""), ok("5"), ok("[]"), ok(b"\xff")]
+GARBAGE = [b"", b"garbage\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", ok(""), ok("5"), ok("[]")]
+GARBAGE += [ok(b"\xff")]
 GARBAGE += [ok("[" * 100_000), ok('{"data": [5]}'), ok('{"data": [{"parent": 1}]}'), b"HTTP/1.0 500 \x1b[31m\r\n\r\n"]
 
 

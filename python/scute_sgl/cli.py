@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        say(f"scute {args.command}: {error}")
+        say(f"scute {args.command}: {str(error) or type(error).__name__}")
         return 2
     except KeyboardInterrupt:
         return 130

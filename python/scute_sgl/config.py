@@ -43,8 +43,8 @@ class Base:
 def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> Base:
     """The base in ``folder``, served in ``dtype`` (None: as SGLang chooses) by ``ranks`` ranks.
 
-    ValueError for a folder without a config.json, one that Transformers does not know, absurd sizes, a quantised model, and one that
-    cannot be split among so many ranks.
+    ValueError for a folder without a config.json, one that Transformers does not know, absurd sizes, a quantised
+    model, and one that cannot be split among so many ranks.
     """
     raw = read_base_config(folder)
     try:

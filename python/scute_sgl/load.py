@@ -43,7 +43,7 @@ def add_parser(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--url", type=console.url, action="append", metavar="URL", help="a server (http://127.0.0.1:30000); twice: two, side by side")
+    add("--url", type=console.url, action="append", metavar="URL", help="a server (port 30000 here); two: side by side")
     add("--rates", type=above_0, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="requests a second, in turn (1 2 4 8)")
     add("--seconds", type=above_0, default=60.0, help="of arrivals at each rate (60)")
     add("--tenants", nargs="+", metavar="NAME", help="most popular first; default: all loaded in the first server")
@@ -97,7 +97,7 @@ def _check_size(args) -> None:
     tokens = requests * (args.input or PROFILES[args.profile][0])
     for what, found, most in (("requests", requests, MOST_REQUESTS), ("prompt tokens", tokens, MOST_TOKENS)):
         if found > most:
-            raise ValueError(f"{found:.3g} {what} at the highest rate, want at most {most:,}: fewer --rates or --seconds")
+            raise ValueError(f"{found:.3g} {what} at the highest rate, want at most {most:,}; lower it or --seconds")
     if (args.input or 1) > MOST_INPUT:
         raise ValueError(f"--input {args.input}: want at most {MOST_INPUT:,}")
 

@@ -52,7 +52,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--launch", type=above_0, metavar="US", help="of a dependent kernel launch in a CUDA graph")
     parser.add_argument("--memory", type=above_0, metavar="GB", help="of that GPU")
     parser.add_argument("--measure", action="store_true", help="measure the GPU of this machine instead")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw added ms against tenants in the batch: .png or .svg")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw added ms against tenants: .png or .svg")
     parser.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -87,8 +87,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for row in rows[:-1]:
         if row["bytes_step"] > row["bytes_step_lora64"]:
             print(
-                f"note: {printable(row['name'])} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes a step; its "
-                f"conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
+                f"note: {printable(row['name'])} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes "
+                f"a step; its conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
                 file=sys.stderr if args.json else sys.stdout,
             )
     if args.plot:

@@ -28,7 +28,8 @@ class Unreachable(Exception):
 
 def add_parser(commands) -> None:
     parser = commands.add_parser("top", help="watch a running server's adapters and counters")
-    parser.add_argument("--url", type=console.url, default="http://127.0.0.1:30000", help="of the server (default: %(default)s)")
+    here = "http://127.0.0.1:30000"
+    parser.add_argument("--url", type=console.url, default=here, help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's, if it has one")
     parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)")
     parser.add_argument("--once", action="store_true", help="look once, for scripts")
