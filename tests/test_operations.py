@@ -124,10 +124,10 @@ def test_serve_hands_its_folders_on(shelf, monkeypatch):
 
     def execv(program: str, command: list[str]):
         commands.append(command)
-        raise OSError
+        raise SystemExit
 
     monkeypatch.setattr(cli.os, "execv", execv)
-    with pytest.raises(OSError):
+    with pytest.raises(SystemExit):
         cli.main(["serve", "--adapter-dir", str(shelf), "MODEL", "--adapter-root", "/", "--port", "1"])
     assert commands[0][-6:] == ["--scute-adapter-dir", str(shelf), "--scute-adapter-root", "/", "--port", "1"]
 
