@@ -257,10 +257,10 @@ def test_the_other_kinds_are_the_scripts_of_a_clone(kind, monkeypatch, capsys, t
 
     def execv(program, command):
         commands.append(command)
-        raise OSError
+        raise SystemExit
 
     monkeypatch.setattr(load.os, "execv", execv)
-    with pytest.raises(OSError):
+    with pytest.raises(SystemExit):
         cli.main(["bench", kind, "--only", "lora", "--help"])
     assert load.Path(commands[0][1]).name == f"bench_{kind}.py" and load.Path(commands[0][1]).is_file()
     assert commands[0][2:] == ["--only", "lora", "--help"]

@@ -147,16 +147,16 @@ def test_known_gpus_are_plausible():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpu", "TPU"], "--gpu TPU: want one of H200, H100, A100-80GB, L40S, B200"),
+        (["--gpu", "TPU"], "--gpu 'TPU': want one of H200, H100, A100-80GB, L40S, B200"),
         (["--bandwidth", "900"], "found --bandwidth, want --bandwidth, --launch, --memory together"),
         (["--gpu", "H100", *OTHER], "want one of --gpu, --measure"),
-        (["--bandwidth", "0", "--launch", "1", "--memory", "1"], "--bandwidth 0: want more than 0"),
-        (["--bandwidth", "nan", "--launch", "1", "--memory", "1"], "--bandwidth nan: want more than 0"),
+        (["--bandwidth", "0", "--launch", "1", "--memory", "1"], "--bandwidth: found '0', want a number above 0"),
+        (["--bandwidth", "nan", "--launch", "1", "--memory", "1"], "--bandwidth: found 'nan', want a number above 0"),
         (["--batch", "0"], "--batch 0: want at least 1"),
         (["--model", "/nowhere"], "no config.json in '/nowhere'"),
         (["--adapters", "/nowhere"], "no folder '/nowhere'"),
         (["--plot", "added.jpg"], "want a name that ends in .png or .svg"),
-        (["--plot", "/nowhere/added.png"], "no such folder"),
+        (["--plot", "/nowhere/added.png"], "there is no such folder"),
     ],
 )
 def test_bad_usage_ends_with_2_and_a_message(root, capsys, flags, message):

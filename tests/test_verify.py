@@ -144,7 +144,7 @@ def test_the_base_is_whole_again_after_adapters_that_change_it(kit):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"--model": "/nowhere"}, "no config.json there"),
+        ({"--model": "/nowhere"}, "no config.json in"),
         ({"--adapters": "/nowhere"}, "no such folder"),
         ({"--dtype": "int8"}, "invalid choice"),
         ({"--rows": "0"}, "want a whole number above 0"),

@@ -47,12 +47,12 @@ def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> tuple[dict, dic
         if not folder.is_dir():
             hint = f"no folder {str(path)!r}; want a local adapter folder (nothing is downloaded)"
             raise AdapterError("not_found", hint)
-        if not (folder / CONFIG).exists():
+        if not os.path.lexists(folder / CONFIG):  # a link to nowhere is said to be one
             inside = [config.parent.name for config in sorted(folder.glob(f"*/{CONFIG}"))[:3]]
             hint = f"; sub-folders that have one: {', '.join(inside)}" if inside else ""
             raise AdapterError("not_found", f"no {CONFIG} in {str(path)!r}{hint}", key=CONFIG)
         config = read_config(folder)
-        if not (folder / WEIGHTS).exists():
+        if not os.path.lexists(folder / WEIGHTS):
             raise _no_weights(folder)
         return config, _read_safetensors(folder / WEIGHTS, max_bytes)
     except OSError as error:
@@ -98,6 +98,18 @@ def _open(path: Path):
     if not stat.S_ISREG(path.stat().st_mode):
         raise AdapterError("unsafe_file", "not a regular file", key=path.name)
     return open(path, "rb")
+
+
+def read_base_config(folder: str | os.PathLike) -> dict:
+    """A base model's config.json. ValueError, in words, for none, for one that is no JSON object or over MAX_JSON."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        hint = "; it is an adapter's" if Path(folder, CONFIG).is_file() else ""
+        raise ValueError(f"no config.json in {str(folder)!r}; want the folder of the base model{hint}")
+    try:
+        return _read_json(path)
+    except AdapterError as error:
+        raise ValueError(f"{path}: {error.hint}") from None
 
 
 def _read_json(path: Path) -> dict:

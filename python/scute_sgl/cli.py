@@ -11,6 +11,8 @@ from pathlib import Path
 
 from scute_sgl import inspect_cli, load, plan_cli, top, verify
 from scute_sgl.boot import has_gpu
+from scute_sgl.console import say
+from scute_sgl.errors import printable
 
 
 def serve_command(model: str, flags: list[str]) -> list[str]:
@@ -74,21 +76,32 @@ def base_of_adapter(folder: str) -> str:
     if not config.is_file() or Path(folder, "config.json").exists():
         return ""
     try:
-        return str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError):
+        return printable(str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "an unknown base model"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    if args.command == "serve":
-        _serve(args, rest)
     if "rest" in args:  # a command of another program
         args.rest = rest
-    elif rest:
+    elif rest and args.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return args.run(args)
+    try:
+        if args.command == "serve":
+            _serve(args, rest)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough; Python would complain once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        say(f"scute {args.command}: {str(error) or type(error).__name__}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from scute_sgl.checkpoint import read_base_config
 from scute_sgl.errors import AdapterError
 from scute_sgl.layout import round_up
 from scute_sgl.names import is_embedding, is_head
@@ -24,6 +24,7 @@ from scute_sgl.slots import BaseShape, Target
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 FUSED = ("qkv_proj", "gate_up_proj")  # where Hugging Face fuses them too, SGLang still knows the parts only
+MOST_LAYERS = 4096  # or experts
 VOCABULARY_STEP = 64  # SGLang pads a vocabulary to a multiple of it
 
 
@@ -42,16 +43,19 @@ class Base:
 def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> Base:
     """The base in ``folder``, served in ``dtype`` (None: as SGLang chooses) by ``ranks`` ranks.
 
-    ValueError for a folder without a config.json, one that Transformers does not know, a quantised model, and one that
-    cannot be split among so many ranks.
+    ValueError for a folder without a config.json, one that Transformers does not know, absurd sizes, a quantised
+    model, and one that cannot be split among so many ranks.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"no config.json in {folder!r}; want the folder of the base model")
+    raw = read_base_config(folder)
     try:
+        _check_counts(raw)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = _without_memory(config)
     except Exception as error:  # Transformers raises whatever its own code for a model meets
-        raise ValueError(f"Transformers cannot make the model of {folder}/config.json: {error}") from error
+        hint = " ".join(str(error).split())[:300]
+        raise ValueError(f"Transformers cannot make the model of {folder}/config.json: {hint}") from error
+    if empty := next((path for path, sizes in layers_of(model).items() if 0 in sizes), ""):
+        raise ValueError(f"{folder}/config.json: a layer {empty} of no features; want sizes above 0")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the base in {folder!r} is quantised; adapters are exact on unquantised weights only")
     config, dtype = config.get_text_config(), dtype or served_dtype(config)
@@ -104,6 +108,15 @@ def _without_memory(config: PretrainedConfig) -> nn.Module:
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
         )
+
+
+def _check_counts(config: dict) -> None:
+    """A model takes time and memory for each of its layers, even without weights. ValueError for absurdly many."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, int) and value > MOST_LAYERS and ("layer" in key or "expert" in key):
+            raise ValueError(f"{key}: found {value}, want at most {MOST_LAYERS}")
 
 
 def _has_matrix(layer: nn.Module) -> bool:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
+import os
+import re
 import sys
+import urllib.parse
+from pathlib import Path
+
+from scute_sgl.errors import printable
+
+PICTURES = (".png", ".svg")
 
 
 def positive(text: str) -> int:
     """An argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, want a whole number above 0")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, want a whole number above 0, of at most nine digits")
     return int(text)
 
 
@@ -25,5 +34,39 @@ def assignment(text: str) -> tuple[str, object]:
         return name, value
 
 
+def url(text: str) -> str:
+    """An argparse type: a server's address, without a slash at its end."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets, or a port that is none
+        known = False
+    if not known or not re.fullmatch(r"[!-~]+", text):
+        raise argparse.ArgumentTypeError(f"found {text!r}, want a URL such as http://127.0.0.1:30000")
+    return text.rstrip("/")
+
+
+def above_0(text: str) -> float:
+    """An argparse type: a number above 0 that is no absurd one, so that products with it are finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1e-9 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, want a number above 0, from 1e-9 to 1e9")
+    return value
+
+
+def picture(text: str) -> Path:
+    """An argparse type: a picture's file that can be written, as far as its folder tells."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES or os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"found {text!r}, want a name that ends in {' or '.join(PICTURES)}")
+    if not os.path.isdir(path.parent):
+        raise argparse.ArgumentTypeError(f"found {text!r}, but there is no such folder")
+    return path
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """One line on standard error; servers and files may have put anything into ``text``."""
+    print(printable(text), file=sys.stderr, flush=True)

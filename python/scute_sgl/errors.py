@@ -51,8 +51,7 @@ class AdapterError(ValueError):
     def reason(self) -> str:
         """Place and hint: the text without the adapter's name and the code."""
         where = " ".join(part for part in (self.module, self.key) if part)
-        text = f"{where + ': ' if where else ''}{self.hint}"
-        return text.encode(errors="backslashreplace").decode()  # JSON files may hold lone surrogates, replies may not
+        return printable(f"{where + ': ' if where else ''}{self.hint}")
 
     def __str__(self) -> str:
         name = repr(self.adapter).encode(errors="backslashreplace").decode()

@@ -7,7 +7,10 @@ import functools
 import json
 import sys
 
+from scute_sgl.errors import printable
+
 UNKNOWN = "?"
+MOST_RANKS = 128
 
 
 def add_parser(commands) -> None:
@@ -27,8 +30,8 @@ def add_parser(commands) -> None:
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Print a row for every adapter. Exit code 2 for bad usage, and if nothing of any adapter could be read."""
-    if args.tp < 1:
-        parser.error(f"--tp {args.tp}: want at least 1")
+    if not 1 <= args.tp <= MOST_RANKS:
+        parser.error(f"--tp {args.tp}: want at least 1, at most {MOST_RANKS}")
     if args.tp > 1 and not args.model:
         parser.error("--tp needs --model: only the base tells how its layers are split")
     from scute_sgl import inspection
@@ -36,7 +39,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         paths, base, dtype = inspection.folders(args.adapters), *read_model(args.model, args.dtype, args.tp)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(printable(str(error)))
     rows = [inspection.row(inspection.look(path, base, dtype), base, dtype) for path in paths]
     print(json.dumps(rows, indent=1) if args.json else table(rows))
     if all(row["method"] is None for row in rows):
@@ -52,7 +55,7 @@ def read_model(model: str | None, dtype: str | None, ranks: int = 1):
     from scute_sgl.inspection import DTYPES
 
     if dtype not in (None, "auto", *DTYPES):
-        raise ValueError(f"--dtype {dtype}: want auto or one of {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {dtype or repr(dtype)}: want auto or one of {', '.join(DTYPES)}")
     served = DTYPES.get(dtype)
     if model is None:
         return None, served or torch.float16
@@ -74,12 +77,13 @@ def table(rows: list[dict]) -> str:
             lines.append(f"\n{UNKNOWN}: only the base can tell, and whether it fits these adapters; give --model DIR")
     if refused:
         lines.append(f"{'' if not lines else chr(10)}refused: {len(refused)} of {len(rows)}")
-        lines += [f"  {row['name']}  {row['method'] or '-'}  {row['reason']}" for row in refused]
+        lines += [printable(f"  {row['name']}  {row['method'] or '-'}  {row['reason']}") for row in refused]
     return "\n".join(lines)
 
 
 def columns(cells: list[list[str]], left: int) -> list[str]:
     """Aligned lines; the first ``left`` columns are text, the others numbers."""
+    cells = [list(map(printable, line)) for line in cells]  # names of folders may hold anything
     widths = [max(map(len, column)) for column in zip(*cells)]
     forms = [f"{'<' if i < left else '>'}{width}" for i, width in enumerate(widths)]
     return ["  ".join(map(format, line, forms)).rstrip() for line in cells]

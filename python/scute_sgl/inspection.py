@@ -43,13 +43,20 @@ class Found:
 
 
 def folders(paths: Iterable[str]) -> list[Path]:
-    """Adapter folders: each path itself, or those of its sub-folders that are adapters. ValueError for no folder."""
-    found = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise ValueError(f"no folder {str(path)!r}; want adapter folders, or one that holds some")
+    """Adapter folders: each path itself, or those of its sub-folders that are adapters. ValueError for no folder, and
+    for one that is given twice."""
+    found: list[Path] = []
+    for given in paths:
+        path = Path(given)
+        if not given or not path.is_dir():
+            raise ValueError(f"no folder {given!r}; want adapter folders, or one that holds some")
         inside = [] if (path / CONFIG).exists() else sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
         found += inside or [path]
+    places: set[str] = set()
+    for path in found:
+        if (place := os.path.abspath(path)) in places:
+            raise ValueError(f"{str(path)!r} is given twice")
+        places.add(place)
     return found
 
 

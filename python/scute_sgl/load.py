@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scute_sgl.console import positive, say
+from scute_sgl import console
+from scute_sgl.console import above_0, picture, positive, say
 
 if TYPE_CHECKING:
     from scute_sgl.load_client import Outcome
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 PROFILES = {"decode": (128, 256), "prefill": (2048, 16)}  # mean tokens in and out
 PERCENTILES = (50, 90, 99)
 GOAL = 0.99
+MOST_REQUESTS, MOST_TOKENS, MOST_INPUT = 1_000_000, 500_000_000, 10_000_000
 LATE_MS = 50  # beyond it the client is measured too, and says so
 SCRIPTS = {"decode": "time per token of adapter workloads", "prefill": "prefill's ops", "ops": "decoding's ops"}
 
@@ -41,27 +43,21 @@ def add_parser(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--url", action="append", metavar="URL", help="a server (http://127.0.0.1:30000); twice: two, side by side")
-    add("--rates", type=_above_0, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="requests a second, in turn (1 2 4 8)")
-    add("--seconds", type=_above_0, default=60.0, help="of arrivals at each rate (60)")
+    add("--url", type=console.url, action="append", metavar="URL", help="a server (port 30000 here); two: side by side")
+    add("--rates", type=above_0, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="requests a second, in turn (1 2 4 8)")
+    add("--seconds", type=above_0, default=60.0, help="of arrivals at each rate (60)")
     add("--tenants", nargs="+", metavar="NAME", help="most popular first; default: all loaded in the first server")
     add("--popularity", choices=("zipf", "uniform"), default="zipf")
     add("--profile", choices=PROFILES, default="decode", help="128 tokens in, 256 out (decode), or 2048 in, 16 out")
     add("--input", type=positive, help="mean tokens in; lengths are uniform from half of it to one and a half")
     add("--output", type=positive, help="mean tokens out, likewise")
-    add("--slo-first", type=_above_0, default=1000.0, metavar="MS", help="first token within (1000)")
-    add("--slo-token", type=_above_0, default=100.0, metavar="MS", help="mean time of each further token (100)")
+    add("--slo-first", type=above_0, default=1000.0, metavar="MS", help="first token within (1000)")
+    add("--slo-token", type=above_0, default=100.0, metavar="MS", help="mean time of each further token (100)")
     add("--seed", type=int, default=0)
-    add("--timeout", type=_above_0, default=600.0, metavar="S", help="of one request (600)")
+    add("--timeout", type=above_0, default=600.0, metavar="S", help="of one request (600)")
     add("--json", action="store_true", help="print a JSON list and nothing else")
-    add("--plot", type=Path, metavar="FILE", help="draw latencies and attainment over the rate; needs matplotlib")
+    add("--plot", type=picture, metavar="FILE", help="draw latencies and attainment over the rate; needs matplotlib")
     parser.set_defaults(run=run)
-
-
-def _above_0(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text!r}, want a number above 0")
-    return float(text)
 
 
 def run_script(args) -> int:
@@ -75,12 +71,15 @@ def run_script(args) -> int:
 
 
 def run(args) -> int:
-    urls = [url.rstrip("/") for url in args.url or ["http://127.0.0.1:30000"]]
+    urls = args.url or ["http://127.0.0.1:30000"]
     try:
         if args.plot and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'scute_sgl[plot]'")
         if len(urls) > 2 or len(set(urls)) < len(urls):
             raise ValueError("want one --url, or two different ones")
+        if len(set(args.tenants or ())) < len(args.tenants or ()):
+            raise ValueError("--tenants: want each name once; popularity follows their order")
+        _check_size(args)
         rows = asyncio.run(measure(urls, args))
     except (OSError, ValueError, RuntimeError) as error:
         say(f"scute bench load: {error or type(error).__name__}")
@@ -90,6 +89,17 @@ def run(args) -> int:
     if args.plot:
         plot(rows, args)
     return 0
+
+
+def _check_size(args) -> None:
+    """ValueError for more requests and tokens than this client holds: all are made before the clock starts."""
+    requests = max(args.rates) * args.seconds
+    tokens = requests * (args.input or PROFILES[args.profile][0])
+    for what, found, most in (("requests", requests, MOST_REQUESTS), ("prompt tokens", tokens, MOST_TOKENS)):
+        if found > most:
+            raise ValueError(f"{found:.3g} {what} at the highest rate, want at most {most:,}; lower it or --seconds")
+    if (args.input or 1) > MOST_INPUT:
+        raise ValueError(f"--input {args.input}: want at most {MOST_INPUT:,}")
 
 
 async def measure(urls: list[str], args) -> list[dict]:

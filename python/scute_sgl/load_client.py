@@ -14,6 +14,7 @@ import aiohttp
 
 TOKENS = range(3, 128)  # that every model has; which ones does not matter to the time
 WARM_UP_AT_ONCE, WARM_UP_TOKENS = 8, 8
+MOST_REPLY = 64 << 20
 READ_BUFFER = 4 << 20  # a streamed line holds the whole answer so far
 
 
@@ -72,11 +73,22 @@ async def session(timeout: float) -> AsyncIterator[aiohttp.ClientSession]:
 
 async def tenants_of(url: str) -> list[str]:
     """The adapters that a server has loaded. OSError or ValueError if it does not tell."""
-    async with session(30) as opened, opened.get(f"{url}/v1/models") as reply:
-        cards = (await reply.json(content_type=None)).get("data") if reply.status == 200 else None
-    if not cards:
+    try:
+        async with session(30) as opened, opened.get(f"{url}/v1/models") as reply:
+            text = await reply.content.read(MOST_REPLY) if reply.status == 200 else b""
+            while text and (more := await reply.content.read(MOST_REPLY)):
+                if len(text := text + more) > MOST_REPLY:
+                    raise ValueError(f"{url}/v1/models: a reply of over {MOST_REPLY} bytes")
+    except aiohttp.ClientError as error:
+        raise ValueError(f"{url}/v1/models: {error or type(error).__name__}") from None
+    try:
+        cards = json.loads(text)["data"]
+        tenants = [card["id"] for card in cards if card.get("parent")]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        cards = tenants = []
+    if not cards or not all(isinstance(name, str) for name in tenants):
         raise ValueError(f"{url}/v1/models: HTTP {reply.status}, no models")
-    return [card["id"] for card in cards if card.get("parent")]
+    return tenants
 
 
 async def warm_up(url: str, tenants: list[str | None], input: int, timeout: float) -> None:

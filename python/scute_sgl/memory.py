@@ -25,12 +25,18 @@ def check(needs: dict[str, tuple[str, int]], say: Callable[[str], None]) -> None
 
 
 def parameters_of(folder: Path) -> int:
-    """Elements of all tensors in a folder's safetensors files, by their headers."""
+    """Elements of all tensors in a folder's safetensors files, by their headers. ValueError for one that has none."""
     count = 0
     for path in folder.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > path.stat().st_size - 8:
+                    raise ValueError(f"a header of {length} bytes")
+                header = json.loads(file.read(length))
+            count += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}: not a well-formed safetensors file: {error}") from None
     return count
 
 

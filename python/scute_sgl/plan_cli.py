@@ -11,13 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scute_sgl.console import above_0, picture, say
+from scute_sgl.errors import printable
 from scute_sgl.inspect_cli import columns, read_model
+from scute_sgl.options import DEFAULT_SLOTS
 
 if TYPE_CHECKING:
     from scute_sgl.byte_model import Cost, Gpu
 
 DEFAULT_GPU = "H200"
-PICTURES = (".png", ".svg")
 PLOTTED = 32  # tenants in a plotted batch, unless --batch says more
 
 
@@ -46,11 +48,11 @@ def add_parser(commands) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="rows of the batch; default: one for each adapter")
     parser.add_argument("--dtype", help="that the base is served in; default: what SGLang takes for the model")
     parser.add_argument("--gpu", metavar="NAME", help=f"a known GPU, by its datasheet; default: {DEFAULT_GPU}")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="of another GPU's memory")
-    parser.add_argument("--launch", type=float, metavar="US", help="of a dependent kernel launch in a CUDA graph")
-    parser.add_argument("--memory", type=float, metavar="GB", help="of that GPU")
+    parser.add_argument("--bandwidth", type=above_0, metavar="GB/s", help="of another GPU's memory")
+    parser.add_argument("--launch", type=above_0, metavar="US", help="of a dependent kernel launch in a CUDA graph")
+    parser.add_argument("--memory", type=above_0, metavar="GB", help="of that GPU")
     parser.add_argument("--measure", action="store_true", help="measure the GPU of this machine instead")
-    parser.add_argument("--plot", metavar="FILE", help="draw added ms against tenants in the batch: .png or .svg")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw added ms against tenants: .png or .svg")
     parser.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=functools.partial(run, parser))
 
@@ -60,18 +62,18 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.batch is not None and args.batch < 1:
         parser.error(f"--batch {args.batch}: want at least 1")
     if args.plot:
-        _check_plot(parser, args.plot)
+        _check_plot(parser)
     from scute_sgl import inspection
 
     try:
         paths, gpu, (base, dtype) = inspection.folders(args.adapters), gpu_of(args), read_model(args.model, args.dtype)
     except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
+        parser.error(printable(str(error)))
     tenants = []
     for path in paths:
         found = inspection.look(path, base, dtype)
         if found.refusal is not None:
-            print(f"left out: {found.refusal.named(found.name)}", file=sys.stderr)
+            say(f"left out: {found.refusal.named(found.name)}")
         else:
             tenants.append(_tenant(found, base, dtype))
     if not tenants:
@@ -85,12 +87,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for row in rows[:-1]:
         if row["bytes_step"] > row["bytes_step_lora64"]:
             print(
-                f"note: {row['name']} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes a step; its "
-                f"conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
+                f"note: {printable(row['name'])} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes "
+                f"a step; its conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
                 file=sys.stderr if args.json else sys.stdout,
             )
     if args.plot:
-        draw(args.plot, tenants, max(args.batch or 0, PLOTTED), layers, gpu)
+        draw(args.plot, tenants, min(max(args.batch or 0, PLOTTED), DEFAULT_SLOTS), layers, gpu)
     return 0
 
 
@@ -112,20 +114,17 @@ def gpu_of(args: argparse.Namespace) -> Gpu:
         by_name = {name.lower(): gpu for name, gpu in GPUS.items()}
         name = DEFAULT_GPU if args.gpu is None else args.gpu
         if name.lower() not in by_name:
-            raise ValueError(f"--gpu {name}: want one of {', '.join(GPUS)}, or --bandwidth, --launch and --memory")
+            raise ValueError(f"--gpu {name!r}: want one of {', '.join(GPUS)}, or --bandwidth, --launch and --memory")
         return by_name[name.lower()]
     if len(given) < len(numbers):
         raise ValueError(f"found {' and '.join(given)}, want {', '.join(numbers)} together")
-    for flag, value in numbers.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{flag} {value:g}: want more than 0")
     return Gpu(args.bandwidth * 1e9, args.launch * 1e-6, args.memory * 1e9, PCIE4)
 
 
 def plan(tenants: list[Tenant], rows: int, layers: int, gpu: Gpu) -> list[dict]:
     """A dict for every tenant, alone in a batch, and one for ``rows`` of all, or of those that read most."""
     from scute_sgl.byte_model import added_ms, bytes_of_step, launches_of_step
-    from scute_sgl.options import DEFAULT_SLOTS, gpu_arena_bytes
+    from scute_sgl.options import gpu_arena_bytes
 
     arena = gpu_arena_bytes(gpu.memory)
 
@@ -163,7 +162,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(columns(cells, left=2))
 
 
-def draw(file: str, tenants: list[Tenant], most: int, layers: int, gpu: Gpu) -> None:
+def draw(file: Path, tenants: list[Tenant], most: int, layers: int, gpu: Gpu) -> None:
     """Added ms of batches with 1 to ``most`` tenants of one method, as large as its largest here; dashed: converted."""
     from matplotlib.figure import Figure
 
@@ -208,10 +207,6 @@ def _resident(tenants: list[Tenant], arena: int, slots: int) -> int:
     return count
 
 
-def _check_plot(parser: argparse.ArgumentParser, file: str) -> None:
-    if Path(file).suffix.lower() not in PICTURES:
-        parser.error(f"--plot {file}: want a name that ends in {' or '.join(PICTURES)}")
-    if not Path(file).parent.is_dir():
-        parser.error(f"--plot {file}: no such folder")
+def _check_plot(parser: argparse.ArgumentParser) -> None:
     if find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib, which is not installed: pip install matplotlib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import re
 import shutil
@@ -12,10 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
+from scute_sgl import console
 from scute_sgl.errors import printable
 
 MIB = 1 << 20
-REPLY_SECONDS = 10
+REPLY_SECONDS, MOST_REPLY = 10, 64 * MIB
 CLEAR = "\x1b[H\x1b[J"  # to the top left, and erase what follows
 HEADER = ("adapter", "method", "live slots", "own bytes", "on device")
 
@@ -26,7 +28,8 @@ class Unreachable(Exception):
 
 def add_parser(commands) -> None:
     parser = commands.add_parser("top", help="watch a running server's adapters and counters")
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server (default: %(default)s)")
+    here = "http://127.0.0.1:30000"
+    parser.add_argument("--url", type=console.url, default=here, help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="the server's, if it has one")
     parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)")
     parser.add_argument("--once", action="store_true", help="look once, for scripts")
@@ -43,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps(now), flush=True)
             else:
-                text = "\n".join(screen(now, before, args.url))
+                text = "\n".join(map(printable, screen(now, before, args.url)))
                 print(text if args.once else CLEAR + text, flush=True)
             if args.once:
                 return 0
             before = now
             time.sleep(args.interval)
     except Unreachable as error:
-        print(f"scute top: {error}", file=sys.stderr)
+        console.say(f"scute top: {error}")
         return 2
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
@@ -66,21 +69,34 @@ def look(url: str, api_key: str | None = None) -> list[dict]:
     except urllib.error.HTTPError as error:
         hint = ": give its --api-key" if error.code in (401, 403) else ""
         raise Unreachable(f"{url} answers {error.code} {error.reason}{hint}") from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise Unreachable(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise Unreachable(f"{url} is not a server with the scute backend") from None
+    try:
+        adapters, total = _state(scute)
+    except (AttributeError, KeyError, TypeError):  # of another version
+        raise Unreachable(f"{url} tells another state than this version of scute reads") from None
     rows, refusals = _counters(url, api_key)
+    return [*adapters, {**total, "rows": rows, "refusals": refusals}]
+
+
+def _state(scute: dict) -> tuple[list[dict], dict]:
+    """The adapters and the total. AttributeError, KeyError or TypeError for a state without what ``screen`` shows."""
     adapters = [{"name": name, **tenant} for name, tenant in scute["tenants"].items()]
     counters = {name: scute[name] for name in ("forwards", "captured", "replays", "slots", "modules")}
     total = {"name": "total", "time": time.time(), "loaded": len(adapters), **scute["pool"], **counters}
-    return [*adapters, {**total, "rows": rows, "refusals": refusals}]
+    for name in (*counters, "used", "arena_bytes", "shared_bytes", "resident", "swap_ins", "evictions"):
+        total[name] + 0
+    for adapter in adapters:
+        adapter["method"] + ", ".join(adapter["live"]), adapter["bytes"] + adapter["resident"]
+    return adapters, total
 
 
 def screen(now: list[dict], before: list[dict] | None, url: str) -> Iterator[str]:
     """The lines to show; rates need the look before."""
     *adapters, total = now
-    share = 100 * total["used"] / total["arena_bytes"]
+    share = 100 * total["used"] / max(total["arena_bytes"], 1)
     yield f"scute top   {url}   {time.strftime('%H:%M:%S', time.localtime(total['time']))}"
     yield (
         f"arena       {total['used'] / MIB:.1f} of {total['arena_bytes'] / MIB:.1f} MiB used ({share:.1f}%),"
@@ -124,7 +140,7 @@ def _counters(url: str, api_key: str | None) -> tuple[dict[str, int] | None, dic
     """(rows by method, refusals by code), both None where the server has no metrics."""
     try:
         text = _get(url, "/metrics", api_key)
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):
         return None, None
     rows = re.findall(r'^scute_rows_total\{method="(\w+)"\} (\S+)$', text, re.MULTILINE)
     refusals = re.findall(r'^scute_refusals_total\{code="(\w+)"\} (\S+)$', text, re.MULTILINE)
@@ -132,12 +148,13 @@ def _counters(url: str, api_key: str | None) -> tuple[dict[str, int] | None, dic
 
 
 def _get(url: str, path: str, api_key: str | None) -> str:
-    if not re.match(r"https?://", url):
-        raise Unreachable(f"{url!r} is no URL such as http://127.0.0.1:30000")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
     with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as reply:
-        return reply.read().decode()
+        text = reply.read(MOST_REPLY + 1)
+    if len(text) > MOST_REPLY:
+        raise ValueError(f"a reply of over {MOST_REPLY} bytes")
+    return text.decode()
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scute_sgl import memory
-from scute_sgl.console import assignment, positive, say
+from scute_sgl.console import above_0, assignment, positive, say
+from scute_sgl.errors import printable
 from scute_sgl.options import MIB, Options
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from scute_sgl.judge import Answers, Peft
 
+MOST_TOKENS = 10_000_000  # whose 20 likeliest are kept in host memory
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -46,7 +48,7 @@ def add_parser(commands) -> None:
     add("--rows", type=positive, default=4, help="rows of the batch for each adapter and for the base (4)")
     add("--prompt", type=positive, default=32, help="tokens of a prompt (32)")
     add("--new-tokens", type=positive, default=64, help="judged positions of a row (64)")
-    add("--tolerance", type=float, help="float32: largest error (1e-5); 16 bit: mean error over PEFT's own (1.25)")
+    add("--tolerance", type=above_0, help="float32: largest error (1e-5); 16 bit: mean error over PEFT's own (1.25)")
     add("--engine", nargs="+", type=assignment, default=[], metavar="NAME=VALUE", help="such as tp_size=2")
     add("--json", action="store_true", help="print a JSON list and nothing else")
     parser.set_defaults(run=run)
@@ -127,23 +129,22 @@ def job_of(args) -> Job:
     """What the arguments ask for. ValueError, ImportError or OSError, in words, where they cannot be met."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError("the comparison needs PEFT: pip install 'scute_sgl[verify]'")
-    path = args.model / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--model {str(args.model)!r}: no config.json there; want a local folder of a base model")
-    try:
-        config = json.loads(path.read_text())
-        config |= config.get("text_config") or {}
-        vocabulary, dtype = config["vocab_size"], args.dtype or config.get("dtype") or config.get("torch_dtype")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not the config of a language model: {error!r}") from None
-    if dtype not in DTYPES:
+    from scute_sgl.checkpoint import read_base_config  # imports torch
+
+    config = read_base_config(args.model)
+    inner = config.get("text_config") or {}
+    config |= inner if isinstance(inner, dict) else {}
+    vocabulary, dtype = config.get("vocab_size"), args.dtype or config.get("dtype") or config.get("torch_dtype")
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        raise ValueError(f"{args.model}/config.json: vocab_size: found {vocabulary!r}, want a whole number above 0")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"the base is in {dtype}; want --dtype {', '.join(DTYPES)}")
     if not memory.parameters_of(args.model):
         raise ValueError(f"--model {str(args.model)!r}: no *.safetensors there")
     folders = {}
     for given in args.adapters:
         name, _, folder = given.rpartition("=") if not Path(given).is_dir() else ("", "", given)
-        if not Path(folder).is_dir():
+        if not folder or not Path(folder).is_dir():
             raise ValueError(f"--adapters {given!r}: no such folder")
         name = name or Path(folder).resolve().name
         if name in folders:
@@ -152,7 +153,13 @@ def job_of(args) -> Job:
     device = args.device or ("cuda" if memory.free_bytes("cuda") else "cpu")
     if not memory.free_bytes(device):
         raise ValueError(f"--device {device}: there is none")
-    rest = args.rows, args.prompt, args.new_tokens, vocabulary, dict(args.engine)
+    engine = dict(args.engine)
+    for number in ("tp_size", "scute_arena_mb"):
+        if number in engine and (not isinstance(engine[number], int) or engine[number] < 1):
+            raise ValueError(f"--engine {number}={engine[number]!r}: want a whole number above 0")
+    if (tokens := (1 + len(folders)) * args.rows * (args.prompt + args.new_tokens)) > MOST_TOKENS:
+        raise ValueError(f"{tokens:,} tokens in one batch, want at most {MOST_TOKENS:,}: fewer --rows or tokens of one")
+    rest = args.rows, args.prompt, args.new_tokens, vocabulary, engine
     job = Job(args.model, folders, dtype, device, args.reference or device, *rest)
     if args.reference is None and job.needs["PEFT float32"][1] > memory.free_bytes(device):
         job = replace(job, reference="cpu")
@@ -234,6 +241,7 @@ def row_of(name: str | None, method: str | None, found: dict | None, reason: str
 
 
 def table(rows: list[dict]) -> str:
+    rows = [row | {"name": printable(row["name"])} for row in rows]
     width = max(len("adapter"), *(len(row["name"]) for row in rows))
     lines = [f"{'adapter':{width}} {'method':9} {'effect':>8} {'mean error':>11} {'largest':>9} {'/ effect':>9}"]
     for row in rows:
@@ -241,6 +249,6 @@ def table(rows: list[dict]) -> str:
         if row["effect"] is not None:
             share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.1e}"
             figures = f"{row['effect']:>8.3f} {row['mean_error']:>11.1e} {row['max_error']:>9.1e} {share:>9}"
-        verdict = "ok" if row["ok"] else f"NOT OK: {row['reason']}"
+        verdict = "ok" if row["ok"] else printable(f"NOT OK: {row['reason']}")
         lines.append(f"{row['name']:{width}} {row['method'] or '-':9} {figures}  {verdict}")
     return "\n".join(lines)
