@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,53 +24,55 @@ def table(name: str) -> str:
     return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
 
 
+def markdown(columns: str, aligned: str, lines: Iterable[str]) -> str:
+    """``columns``: the names between bars; ``aligned``: l or r for each; a line holds a row's cells, without the outer bars."""
+    rule = " | ".join({"l": "---", "r": "---:"}[side] for side in aligned)
+    return "\n".join(f"| {line} |" for line in (columns, rule, *lines))
+
+
+def served_by(row: dict) -> str:
+    return "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
+
+
 def exactness(rows: list[dict]) -> str:
-    lines = [
-        "| adapter | served by | GPUs | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
+    def line(row: dict) -> str:
         share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
         errors = " | ".join(f"{row[key]:.2e}" for key in ("mean_error", "peft_error", "base_error", "p999_error"))
-        served_by = "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
-        lines.append(f"| {row['adapter']} | {served_by} | {row['tp']} | {row['dtype']} | {row['effect']:.3f} | {errors} | {share} |")
-    return "\n".join(lines)
+        name = f"{row['adapter']} | {served_by(row)} | {row['tp']} | {row['dtype']}"
+        return f"{name} | {row['effect']:.3f} | {errors} | {share}"
+
+    columns = "adapter | served by | GPUs | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect"
+    return markdown(columns, "llrlrrrrrr", map(line, rows))
 
 
 def decode(rows: list[dict]) -> str:
-    lines = [
-        "| workload | served by | rows | tenants | ms a token | reference ms | ratio | spread | target | SGLang's best |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
+    def line(row: dict) -> str:
         known = [f"{row[key]:g}" if row.get(key) else "" for key in ("target", "best_stock")]
         times = f"{row['tpot_ms']:.2f} | {row['base_ms']:.2f} | {row['ratio']:.3f} | {row['spread']:.3f}"
-        served_by = "scute" if row["backend"] == "scute" else f"SGLang's {row['backend']}"
-        lines.append(f"| {row['workload']} | {served_by} | {row.get('bs', '')} | {row.get('tenants', '')} | {times} | {' | '.join(known)} |")
-    return "\n".join(lines)
+        name = f"{row['workload']} | {served_by(row)} | {row.get('bs', '')} | {row.get('tenants', '')}"
+        return f"{name} | {times} | {' | '.join(known)}"
+
+    columns = "workload | served by | rows | tenants | ms a token | reference ms | ratio | spread | target | SGLang's best"
+    return markdown(columns, "llrrrrrrrr", map(line, rows))
 
 
 def traffic(rows: list[dict]) -> str:
-    lines = [
-        "| requests over tenants | tenants | answered | requests a second | output tokens a second | TTFT ms, median | TPOT ms, median |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
+    def line(row: dict) -> str:
         rates = " | ".join(f"{row[key]:.1f}" for key in ("request_throughput", "output_throughput", "median_ttft_ms"))
-        lines.append(f"| {row['distribution']} | {row['tenants']} | {row['completed']} | {rates} | {row['median_tpot_ms']:.2f} |")
-    return "\n".join(lines)
+        return f"{row['distribution']} | {row['tenants']} | {row['completed']} | {rates} | {row['median_tpot_ms']:.2f}"
+
+    columns = "requests over tenants | tenants | answered | requests a second | output tokens a second"
+    return markdown(f"{columns} | TTFT ms, median | TPOT ms, median", "lrrrrrr", map(line, rows))
 
 
 def own_bytes(rows: list[dict]) -> str:
-    lines = [
-        "| method | bytes | of a rank-64 LoRA's | shared, once for all adapters | own tensors of the file | larger, because |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for row in rows:
+    def line(row: dict) -> str:
         shared = f"{row['shared']:,}" if row["shared"] else ""
         sizes = f"{row['bytes']:,} | {row['of_lora64']:.3f} | {shared} | {row['file']:,}"
-        lines.append(f"| {row['method']} | {sizes} | {row['fat'] or ''} |")
-    return "\n".join(lines)
+        return f"{row['method']} | {sizes} | {row['fat'] or ''}"
+
+    columns = "method | bytes | of a rank-64 LoRA's | shared, once for all adapters | own tensors of the file | larger, because"
+    return markdown(columns, "lrrrrl", map(line, rows))
 
 
 def block(name: str) -> str:

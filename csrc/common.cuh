@@ -34,15 +34,6 @@ __device__ __forceinline__ uint64_t keep_policy() {
   return policy;
 }
 
-// What is read once a step is to leave first.
-__device__ __forceinline__ uint64_t stream_policy() {
-  uint64_t policy = 0;
-#if __CUDA_ARCH__ >= 800
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
 __device__ __forceinline__ int load_kept(const int* p) {
 #if __CUDA_ARCH__ >= 800
   int word;
@@ -162,12 +153,6 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, boo
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   // Zero source bytes: the 16 bytes are filled with zeros and `global` is not read.
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid, uint64_t policy) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address), "l"(global),
-               "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -23,12 +23,10 @@ struct ExpandParams {
   int modules, slots, slices;
   const SharedSet* sets;
   const int32_t* row_slot;
-  const int32_t* header;
-  const Tile *tiles, *shared_tiles;
   const Share* shares;
   const int32_t *perm, *shared_perm;
-  int rows, workers;  // workers: shares that there may be
-  void* y;            // (rows, ...), y_stride elements between rows
+  int workers;  // shares that there may be
+  void* y;      // (rows, ...), y_stride elements between rows
   int64_t y_stride;
   bool y_pairs;  // whether two of y may be read at once, from every second column of a slice on
   int columns[kMaxSlices + 1];
@@ -162,14 +160,10 @@ inline ExpandParams expand_params(const at::Tensor& row_slot, const at::Tensor& 
   p.slices = static_cast<int>(columns.size()) - 1;
   p.sets = reinterpret_cast<const SharedSet*>(sets.const_data_ptr<int64_t>());
   p.row_slot = row_slot.const_data_ptr<int32_t>();
-  p.header = view.header;
-  p.tiles = view.tiles;
-  p.shared_tiles = view.shared_tiles;
   p.shares = view.shares;
   p.workers = static_cast<int>(shares_of(rows));
   p.perm = view.perm;
   p.shared_perm = view.shared_perm;
-  p.rows = static_cast<int>(rows);
   std::copy(columns.begin(), columns.end(), p.columns);
   std::copy(out_begin.begin(), out_begin.end(), p.out_begin);
   for (int i = 0; i < p.slices; ++i)

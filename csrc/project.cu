@@ -97,13 +97,7 @@ void project(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const
   p.sets = reinterpret_cast<const SharedSet*>(sets.const_data_ptr<int64_t>());
   p.in_begin = static_cast<int>(in_begin);
   p.span = kRankStep;
-  p.part = v.size(0) == 1 ? p.in : kChunk;
-  p.parts = Divisor(v.size(0));
-  p.list.count = view.header + kSharedTiles;
-  p.list.largest = view.header + kLargestSharedRank;
-  p.list.span = p.span;
-  p.list.tiles = view.shared_tiles;
-  p.list.perm = view.shared_perm;
+  p.list = {view.header + kSharedTiles, view.header + kLargestSharedRank, p.span, view.shared_tiles, view.shared_perm};
   divide_work(p.list, rows, tile_rows, sets.size(0), v.size(0), p.stride / kRankStep);
   if (p.list.items == 0) return;
   SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {

@@ -21,13 +21,7 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
   p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
   p.modules = static_cast<int>(table.size(1));
   p.span = kGroups * 16;
-  p.part = v.size(0) == 1 ? p.in : kChunk;
-  p.parts = Divisor(v.size(0));
-  p.list.count = view.header + kTiles;
-  p.list.largest = view.header + kLargestRank;
-  p.list.span = p.span;
-  p.list.tiles = view.tiles;
-  p.list.perm = view.perm;
+  p.list = {view.header + kTiles, view.header + kLargestRank, p.span, view.tiles, view.perm};
   divide_work(p.list, rows, tile_rows, table.size(0), slices * v.size(0), (p.stride + p.span - 1) / p.span);
   const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * kShrinkCtas);
   if (grid == 0) return;

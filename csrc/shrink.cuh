@@ -204,9 +204,11 @@ inline bool set_operands(ShrinkParams& p, const at::Tensor& x, const at::Tensor&
   p.v_part = v.stride(0);
   p.v_row = v.stride(1);
   p.stride = v.size(2) / slices;
+  p.parts = Divisor(v.size(0));
   p.x = x.const_data_ptr();
   p.x_stride = x.stride(0);
   p.in = static_cast<int>(x.size(1));
+  p.part = v.size(0) == 1 ? p.in : kChunk;
   return x.element_size() == 2 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0;
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from make_adapters import ADAPTERS, REFUSED, edit_config, make_base, write_adapter
+from servers import Kit
 from test_bad_adapters import SPOILED
 from test_readme import targets_of
 
@@ -31,10 +32,7 @@ def root(tmp_path_factory):
 
 
 def folder_of(root: Path, name: str) -> Path:
-    folder = root / "adapters" / name
-    if not folder.exists():
-        write_adapter(make_base("qwen2", root), folder, name)
-    return folder
+    return Path(Kit(root).adapter(name, "qwen2"))
 
 
 def scute(capsys, *words: object) -> tuple[int, list[dict]]:
@@ -128,7 +126,7 @@ def test_a_folder_of_adapters_means_all_of_them(root, capsys):
     for name in names:
         folder_of(root / "several", name)
     base = make_base("qwen2", root)
-    code, rows = scute(capsys, root / "several" / "adapters", "--model", base, "--dtype", "float32")
+    code, rows = scute(capsys, root / "several" / "qwen2-adapters", "--model", base, "--dtype", "float32")
     assert code == 0 and {row["name"]: row["servable"] for row in rows} == {"dora": True, "lily": False, "lora": True}
     assert [*rows[0]] == FIELDS
     dora, lily, lora = rows

@@ -53,13 +53,19 @@ def test_unload_does_not_wait_for_requests_that_are_over(server, kit, request_ki
     assert server.unload("x")[0] == 200
 
 
-def test_a_name_is_free_while_its_old_adapter_finishes(server, kit):
-    server.load("x", kit.adapter("lora"))
+def ask(server, n: int) -> tuple[threading.Thread, list[dict]]:
+    """A request for n tokens of "x" that has begun: its thread, and where its answer will be."""
     answers = []
-    asking = threading.Thread(target=lambda: answers.append(server.generate(prompt(5), "x", n=400)))
+    asking = threading.Thread(target=lambda: answers.append(server.generate(prompt(5), "x", n=n)))
     asking.start()
     while server.state()["pool"]["resident"] == 0:
         time.sleep(0.01)
+    return asking, answers
+
+
+def test_a_name_is_free_while_its_old_adapter_finishes(server, kit):
+    server.load("x", kit.adapter("lora"))
+    asking, answers = ask(server, n=400)
     leaving = threading.Thread(target=lambda: server.unload("x", timeout=60))
     leaving.start()
     while server.load("x", kit.adapter("oft"))[0] != 200:
@@ -73,11 +79,7 @@ def test_a_name_is_free_while_its_old_adapter_finishes(server, kit):
 
 def test_running_requests_finish_before_their_adapter_goes(server, kit):
     server.load("x", kit.adapter("lora"))
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(server.generate(prompt(5), "x", n=200)))
-    asking.start()
-    while server.state()["pool"]["resident"] == 0:
-        time.sleep(0.01)
+    asking, answers = ask(server, n=200)
     assert server.unload("x", timeout=60)[0] == 200
     asking.join()
     assert answers[0]["output_ids"][:32] == kit.greedy("lora", prompt(5), 32)

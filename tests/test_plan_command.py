@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_adapters import SIZES, make_base, write_adapter
+from make_adapters import SIZES, make_base
+from servers import Kit
 
 from scute_sgl import byte_model, cli, config, plan_cli
 from scute_sgl.byte_model import GPUS, Cost, Gpu, bytes_of_step
@@ -26,10 +27,7 @@ def root(tmp_path_factory):
 
 
 def folder_of(root: Path, name: str) -> Path:
-    folder = root / "adapters" / name
-    if not folder.exists():
-        write_adapter(make_base("llama", root), folder, name)
-    return folder
+    return Path(Kit(root).adapter(name, "llama"))
 
 
 def cost_of(root: Path, name: str) -> Cost:

@@ -73,6 +73,18 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def ranks_and_scales(c: dict) -> Callable[[names.Module], tuple[int, float]]:
+    """Rank and alpha / rank of a module, by the settings r, alpha, rank_pattern and alpha_pattern."""
+    ranks = names.Patterns(c["rank_pattern"], "rank_pattern")
+    alphas = names.Patterns(c["alpha_pattern"], "alpha_pattern")
+
+    def of(module: names.Module) -> tuple[int, float]:
+        r = rank(ranks.get(module.file_path, c["r"]), "rank_pattern")
+        return r, number(alphas.get(module.file_path, c["alpha"]), "alpha_pattern") / r
+
+    return of
+
+
 def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Tensor:
     """scale * tensor in at least float32."""
     if scale == 1:

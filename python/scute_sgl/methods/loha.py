@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from scute_sgl.methods import common
-from scute_sgl.names import Module, Patterns, group
+from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
 FIELDS = common.TARGETING | {"r": 8, "alpha": 8.0, "rank_pattern": {}, "alpha_pattern": {}}
@@ -24,12 +24,11 @@ PARAMETERS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL)
-    ranks, alphas = Patterns(c["rank_pattern"], "rank_pattern"), Patterns(c["alpha_pattern"], "alpha_pattern")
+    rank_and_scale = common.ranks_and_scales(c)
 
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "LoHa")
-        r = common.rank(ranks.get(module.file_path, c["r"]), "rank_pattern")
-        scale = common.number(alphas.get(module.file_path, c["alpha"]), "alpha_pattern") / r
+        r, scale = rank_and_scale(module)
         a1, a2 = (common.wide(module.need(f"hada_{w}_a", module.out_features, r)) for w in ("w1", "w2"))
         b1, b2 = (common.wide(module.need(f"hada_{w}_b", r, module.in_features)) for w in ("w1", "w2"))
         a1 = common.scaled(a1, scale, module, "hada_w1_a")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scute_sgl.methods import common
-from scute_sgl.names import Module, Patterns, group
+from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
 FIELDS = common.TARGETING | {"r": 8, "alpha": 8.0, "rank_pattern": {}, "alpha_pattern": {}}
@@ -28,12 +28,11 @@ PARAMETERS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL)
-    ranks, alphas = Patterns(c["rank_pattern"], "rank_pattern"), Patterns(c["alpha_pattern"], "alpha_pattern")
+    rank_and_scale = common.ranks_and_scales(c)
 
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "LoKr")
-        r = common.rank(ranks.get(module.file_path, c["r"]), "rank_pattern")
-        scale = common.number(alphas.get(module.file_path, c["alpha"]), "alpha_pattern") / r
+        r, scale = rank_and_scale(module)
         first, second = _factor(module, "lokr_w1", r), _factor(module, "lokr_w2", r)
         inputs = first.A.shape[1] * second.A.shape[1]
         outputs = len(first.B) * len(second.B)
