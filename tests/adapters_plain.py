@@ -15,6 +15,7 @@ import peft
 import torch
 from peft_answers import load_base
 
+INVOCATION = [5, 6]  # of the activated LoRAs; servers.prompt has these tokens
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
 Writer = Callable[[str, str], None]
@@ -90,6 +91,10 @@ PLAIN: dict[str, Writer] = {
     "adalora": _adalora_pruned(total_step=10, lora_alpha=16),
     "adalora_unpruned": _adalora(total_step=9, init_r=4, lora_alpha=6, target_modules=["q_proj", "up_proj", "lm_head"]),
     "adalora_no_alpha": _adalora_pruned(total_step=10, lora_alpha=0, bias="all", target_modules=ATTENTION),
+    "alora": _lora(alora_invocation_tokens=INVOCATION, rank_pattern={"v_proj": 3}),
+    "alora_head": _lora(
+        alora_invocation_tokens=INVOCATION, lora_bias=True, use_rslora=True, target_modules=["q_proj", "o_proj", "lm_head"]
+    ),
     "beft": _beft(),
     "beft_head": _beft(target_modules=["v_proj", "lm_head"]),
     "boft": _boft(boft_block_size=8),
@@ -117,6 +122,10 @@ PLAIN: dict[str, Writer] = {
         rank_pattern={"q_proj": 16}, bias="lora_only", target_modules=["q_proj", "lm_head"],
     ),
     "lora_monteclora": _lora(monteclora_config=peft.MontecloraConfig(buffer_size=1), use_rslora=True),
+    "lora_qalora": _lora(use_qalora=True),
+    "lora_qalora_head": _lora(
+        use_qalora=True, qalora_group_size=32, use_rslora=True, bias="all", target_modules=["q_proj", "down_proj", "lm_head"]
+    ),
     "lora_velora": _lora(velora_config=peft.VeloraConfig(8), lora_bias=True, target_modules=["q_proj", "up_proj"]),
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs

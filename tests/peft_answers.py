@@ -16,9 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import peft.tuners.boft.layer as boft_layer
+import peft.tuners.lora.layer as lora_layer
 import torch
 import transformers
 from peft import PeftModel, PeftType
+from peft.tuners.lora.variants import QALoraLinearVariant, get_alora_offsets_for_generate
 from torch import Tensor
 
 transformers.utils.logging.disable_progress_bar()
@@ -33,6 +35,14 @@ class BlockDiagonal:
 
 
 boft_layer.get_fbd_cuda = lambda: BlockDiagonal
+
+
+def variant_of(layer, *, config, resolve=lora_layer.Linear.resolve_lora_variant, **kwargs):
+    """PEFT builds QALoRA on the layers of a GPTQ base only; here on any, with the code that it has for those."""
+    return QALoraLinearVariant() if config.use_qalora else resolve(layer, config=config, **kwargs)
+
+
+lora_layer.Linear.resolve_lora_variant = variant_of
 
 
 def load_base(base_dir: str, dtype: torch.dtype = torch.float32):
@@ -61,10 +71,18 @@ def _svd(matrix: Tensor, full_matrices: bool = True, svd=torch.linalg.svd) -> tu
 
 
 @torch.inference_mode()
-def peft_logprobs(base_dir: str, adapter_dir: str | None, token_ids: list[int]) -> Tensor:
-    """Log-probabilities after every token of the prompt: (len, vocabulary), float32."""
+def peft_logprobs(base_dir: str, adapter_dir: str | None, token_ids: list[int], prompt: int | None = None) -> Tensor:
+    """Log-probabilities after every token: (len, vocabulary), float32.
+
+    The first ``prompt`` tokens are a prompt and the rest its continuation: PEFT's generate looks for an aLoRA's
+    invocation in the former alone. None: all are prompt.
+    """
     model = _cached(str(base_dir), adapter_dir and str(adapter_dir), _stamp(adapter_dir))
-    logits = model(input_ids=torch.tensor([token_ids])).logits[0]
+    ids, offsets = torch.tensor([token_ids]), {}
+    if prompt is not None and isinstance(model, PeftModel):
+        (found,) = get_alora_offsets_for_generate(model, input_ids=ids[:, :prompt]).get("alora_offsets", [None])
+        offsets = {} if found is None else {"alora_offsets": [found + len(token_ids) - prompt]}
+    logits = model(input_ids=ids, **offsets).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
 
 
@@ -72,8 +90,17 @@ def peft_greedy(base_dir: str, adapter_dir: str | None, prompt_ids: list[int], n
     """The next n tokens of greedy decoding; end-of-sequence does not stop it."""
     ids = list(prompt_ids)
     for _ in range(n):
-        ids.append(int(peft_logprobs(base_dir, adapter_dir, ids)[-1].argmax()))
+        ids.append(int(peft_logprobs(base_dir, adapter_dir, ids, len(prompt_ids))[-1].argmax()))
     return ids[len(prompt_ids) :]
+
+
+@torch.inference_mode()
+def peft_generate(base_dir: str, adapter_dir: str, prompt_ids: list[int], n: int) -> list[int]:
+    """The same by PEFT's own generate, with its cache of keys and values."""
+    model = _cached(str(base_dir), str(adapter_dir), _stamp(adapter_dir))
+    ids, nothing = torch.tensor([prompt_ids]), model.config.vocab_size  # a token that ends a sequence, and never comes
+    greedy = transformers.GenerationConfig(max_new_tokens=n, do_sample=False, eos_token_id=nothing, pad_token_id=0)
+    return model.generate(input_ids=ids, generation_config=greedy)[0, len(prompt_ids) :].tolist()
 
 
 @functools.lru_cache(maxsize=64)

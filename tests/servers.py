@@ -18,6 +18,7 @@ from pathlib import Path
 import make_adapters
 import peft_answers
 import torch
+from adapters_plain import INVOCATION
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,17 +45,19 @@ class Kit:
             make_adapters.write_adapter(self.base(base), folder, name)
         return str(folder)
 
-    def logprobs(self, adapter: str | None, ids: list[int], base: str = "llama") -> torch.Tensor:
-        return peft_answers.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids)
+    def logprobs(self, adapter: str | None, ids: list[int], base: str = "llama", prompt: int | None = None) -> torch.Tensor:
+        return peft_answers.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids, prompt)
 
     def greedy(self, adapter: str | None, ids: list[int], n: int, base: str = "llama") -> list[int]:
         return peft_answers.peft_greedy(self.base(base), adapter and self.adapter(adapter, base), ids, n)
 
-    def error(self, adapter: str | None, served: tuple[list[int], torch.Tensor], base: str = "llama") -> float:
+    def error(
+        self, adapter: str | None, served: tuple[list[int], torch.Tensor], base: str = "llama", prompt: int | None = None
+    ) -> float:
         """Largest difference of served log-probabilities, over prompt and generated tokens, from PEFT's."""
         ids, table = served
         assert not table.isnan().any()
-        return (table - self.logprobs(adapter, ids, base)).abs().max().item()
+        return (table - self.logprobs(adapter, ids, base, prompt)).abs().max().item()
 
     def effect(self, adapter: str, served: tuple[list[int], torch.Tensor], base: str = "llama") -> float:
         """Largest difference that the adapter makes there, by PEFT."""
@@ -72,8 +75,10 @@ def write_tokenizer(folder: str) -> None:
 
 
 def prompt(seed: int, length: int = 24) -> list[int]:
+    """Random tokens; from the ninth on, those that invoke the activated LoRAs of the kit."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+    ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+    return (ids[:8] + INVOCATION + ids[8 + len(INVOCATION) :])[:length] if length > 8 else ids
 
 
 ALL_LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY}

@@ -23,7 +23,7 @@ from scute_sgl.pool import Pool
 from scute_sgl.support import SUPPORT
 
 FIELDS = "name method servable reason live folded modules rank_max bytes shared_bytes bytes_as_lora64".split()
-FIELDS += ["needs_base_weight"]
+FIELDS += ["needs_base_weight", "invocation_tokens"]
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ from scute_sgl.methods import METHODS, common
     (lora_config, {"trainable_token_indices": [3, 5]}),
     (lora_config, {"target_parameters": ["mlp.experts.up_proj"]}),
     (lora_config, {"layer_replication": [[0, 1]]}),
-    (lora_config, {"alora_invocation_tokens": [1]}),
-    (lora_config, {"use_qalora": True}),
     (lora_config, {"arrow_config": {"top_k": 3}}),
     (ia3_config, {"modules_to_save": ["lm_head"]}),
     (vera_config, {"modules_to_save": ["lm_head"]}),

@@ -161,6 +161,72 @@ def test_lora_variants(config, code, fragments):
         read(lora_config(**config), tensors)
 
 
+TOKENS = {"alora_invocation_tokens": [3, 31], "task_type": "CAUSAL_LM"}
+QALORA = {"use_qalora": True, "qalora_group_size": 4}
+
+
+@pytest.mark.parametrize("tokens", [[], 3, "35", {"3": 5}, [3, "5"], [True], [2.0], [[3]], [-1], [3, 32], [1] * 1025])
+def test_invocation_tokens_that_no_prompt_can_have(tokens):
+    with refused("bad_config", "alora_invocation_tokens: found", "list of 1 to 1024 token ids below 32"):
+        read(lora_config(**TOKENS | {"alora_invocation_tokens": tokens}), lora_tensors())
+
+
+def test_without_a_base_any_token_may_be_in_its_vocabulary():
+    tokens = TOKENS | {"alora_invocation_tokens": [3, 10**6]}
+    assert read(lora_config(**tokens), lora_tensors(), None).invocation == (3, 10**6)
+    with refused("bad_config", "alora_invocation_tokens", "-1"):
+        read(lora_config(**tokens | {"alora_invocation_tokens": [-1]}), lora_tensors(), None)
+
+
+@pytest.mark.parametrize("config, fragments", [
+    ({"use_dora": True}, ["alora_invocation_tokens: found beside use_dora"]),
+    (QALORA, ["alora_invocation_tokens: found beside use_qalora"]),
+    (VARIANT, ["velora_config: found beside alora_invocation_tokens"]),
+    ({"kasa_config": {}}, ["alora_invocation_tokens: found beside kasa"]),
+    ({"init_lora_weights": "pissa"}, ["alora_invocation_tokens: found beside pissa"]),
+    ({"init_lora_weights": "mica"}, ["init_lora_weights: found mica beside alora_invocation_tokens"]),
+    ({"task_type": None}, ["task_type: found None", "want CAUSAL_LM"]),
+    ({"target_modules": ["embed_tokens"]}, [EMBED, "alora_invocation_tokens", "no such embedding"]),
+])  # fmt: skip
+def test_activated_lora_that_peft_does_not_define(config, fragments):
+    path = EMBED if "target_modules" in config else PATH
+    with refused("bad_config", *fragments):
+        read(lora_config(**TOKENS | config), lora_tensors(path))
+
+
+def test_a_bias_of_the_base_holds_before_the_invocation_too():
+    bias = {key("base_layer.bias"): torch.ones(8)}
+    assert read(lora_config(bias="lora_only", **TOKENS), lora_tensors()).method == "ALORA"
+    with refused("bad_config", PATH, "bias: found beside alora_invocation_tokens", "before the invocation"):
+        read(lora_config(bias="lora_only", **TOKENS), lora_tensors() | bias)
+
+
+@pytest.mark.parametrize("config, width, code, fragments", [
+    (QALORA, 4, "", []),
+    (QALORA, 16, "", []),  # a layer that is not quantised
+    (QALORA, 8, "bad_shape", [PATH, "lora_A.weight: found (4, 8)", "(4, 16 / 4) with use_qalora", "quantised base"]),
+    (QALORA | {"qalora_group_size": 5}, 3, "bad_shape", [PATH, "lora_A.weight: found (4, 3)", "16 / 5"]),
+    (QALORA | {"qalora_group_size": 0}, 4, "bad_config", ["qalora_group_size: found 0"]),
+    (QALORA | {"use_dora": True}, 4, "bad_config", ["use_qalora: found beside use_dora"]),
+    (QALORA | {"lora_bias": True}, 4, "bad_config", ["lora_bias: found beside use_qalora"]),
+    (QALORA | {"init_lora_weights": "olora"}, 4, "bad_config", ["use_qalora: found beside olora"]),
+    ({"qalora_group_size": 4}, 4, "bad_shape", [PATH, "lora_A.weight", "found (4, 4), want (4, 16)"]),
+])  # fmt: skip
+def test_qalora(config, width, code, fragments):
+    tensors = lora_tensors() | {key("lora_A.weight"): torch.arange(4.0 * width).view(4, width)}
+    if not code:
+        A = read(lora_config(**config), tensors).modules[PATH].terms[0].A
+        assert torch.equal(A, tensors[key("lora_A.weight")].repeat_interleave(16 // width, 1))  # (16 / 4) / 4 is 1
+        return
+    with refused(code, *fragments):
+        read(lora_config(**config), tensors)
+
+
+def test_qalora_needs_the_base_to_tell_which_layers_are_pooled():
+    with refused("bad_config", "use_qalora", "want the base"):
+        read(lora_config(**QALORA), lora_tensors(), None)
+
+
 def test_bone_is_miss(tmp_path):
     """Files of PEFT before 0.19 differ from MiSS in two names only."""
     base, folder = make_base("llama", tmp_path), tmp_path / "miss"

@@ -1,12 +1,12 @@
-"""Hooks in the scheduler process: our manager in place of SGLang's, counters, changes of base weights,
-and the end of requests whose adapter overflows."""
+"""Hooks in the scheduler process: our manager in place of SGLang's, counters, changes of base weights, where a
+request's adapter begins, and the end of requests whose adapter overflows."""
 
 from __future__ import annotations
 
 import os
 from http import HTTPStatus
 
-from scute_sgl import hooks
+from scute_sgl import hooks, invocation
 from scute_sgl.errors import AdapterError
 from scute_sgl.hooks import Hook
 
@@ -53,6 +53,18 @@ def get_internal_state(original, self, recv_req):
     if _manager is not None:
         output.internal_state["scute"] = _manager.state()
     return output
+
+
+def add_request_to_queue(original, self, req, *args, **kwargs):
+    if _manager is not None:
+        _manager.stats["not_invoked"] += invocation.mark(req, _manager.tenants)
+    return original(self, req, *args, **kwargs)
+
+
+def radix_key(original, self, token_ids, extra_key=None, *args, **kwargs):
+    """A key made of a request's tokens; slices of it have a plain ``extra_key``."""
+    token_ids = invocation.cache_tokens(token_ids, extra_key)
+    original(self, token_ids, extra_key and str(extra_key), *args, **kwargs)
 
 
 def update_weights(original, self, *args, **kwargs):
@@ -114,6 +126,8 @@ HOOKS = [
     ),
     Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", can_run_graph, ("forward_batch",)),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", get_internal_state, ("recv_req",)),
+    Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", add_request_to_queue, ("req",)),
+    Hook("sglang.srt.mem_cache.radix_cache.RadixKey.__init__", radix_key, ("token_ids", "extra_key")),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.sample", sample, ("logits_output", "forward_batch")),
     Hook("sglang.srt.managers.scheduler.Scheduler._relay_forward_payload", relay_forward_payload, ("batch_result",)),
     Hook("sglang.srt.managers.schedule_batch.Req.update_finish_state", update_finish_state, ("new_accepted_len",)),

@@ -75,6 +75,10 @@ def table(rows: list[dict]) -> str:
         lines = columns([head, *map(_cells, served)], left=4)
         if any(row["servable"] is None for row in served):
             lines.append(f"\n{UNKNOWN}: only the base can tell, and whether it fits these adapters; give --model DIR")
+    for row in served:
+        if row["invocation_tokens"]:
+            tokens = " ".join(map(str, row["invocation_tokens"]))
+            lines.append(printable(f"\n{row['name']} begins where a prompt has the tokens {tokens} for the last time"))
     if refused:
         lines.append(f"{'' if not lines else chr(10)}refused: {len(refused)} of {len(rows)}")
         lines += [printable(f"  {row['name']}  {row['method'] or '-'}  {row['reason']}") for row in refused]

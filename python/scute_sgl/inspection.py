@@ -86,7 +86,7 @@ def look(folder: Path, base: Base | None, dtype: torch.dtype) -> Found:
 def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
     """The JSON object of ``scute inspect``; None for what only the base could tell, and of a refused adapter."""
     values = dict.fromkeys(
-        "live folded modules rank_max bytes shared_bytes bytes_as_lora64 needs_base_weight".split()
+        "live folded modules rank_max bytes shared_bytes bytes_as_lora64 needs_base_weight invocation_tokens".split()
     )
     named = {"name": found.name, "method": found.method}
     if found.refusal is not None:
@@ -96,6 +96,7 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
         return named | values
     adapter, packed = found.adapter, found.packed
     values["modules"] = len(adapter.modules)
+    values["invocation_tokens"] = [*adapter.invocation]
     values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values()))
     if packed is not None:
         pieces = [folded for _, folded in found.modules.values()]

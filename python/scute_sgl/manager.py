@@ -17,7 +17,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_lens
 
-from scute_sgl import build, hooks, image, ops, targets
+from scute_sgl import build, hooks, image, invocation, ops, targets
 from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
 from scute_sgl.errors import AdapterError
@@ -44,6 +44,7 @@ class Tenant:
     nbytes: int
     needs_base: bool  # whether its folded tensors depend on the base's
     targets: tuple[Target, ...]  # what it changes
+    invocation: tuple[int, ...]  # tokens from which on it does so; () for all of a request
 
 
 class PoolSurface:
@@ -69,7 +70,8 @@ class ScuteManager(LoRAManager):
         build.check(ops.build_info(), self.device, self.dtype)
         self.configs, self.loras, self.lora_refs, self.num_pinned_loras = {}, {}, {}, 0
         self.tenants: dict[str, Tenant] = {}
-        self.stats = {"forwards": 0, "max_tenants_in_forward": 0, "max_methods_in_forward": 0, "rank_checks": 0}
+        names = "forwards max_tenants_in_forward max_methods_in_forward rank_checks not_invoked".split()
+        self.stats = dict.fromkeys(names, 0)
         self.ranks = Ranks()
         self.metrics: TenantMetrics | None = None
         options = Options.read()
@@ -128,7 +130,8 @@ class ScuteManager(LoRAManager):
         agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), share)
         live = live_slots([f for _, f in folded.values()])
         needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
-        self.tenants[ref.lora_id] = Tenant(ref.lora_name, adapter.method, live, packed.nbytes, needs_base, changed)
+        known = ref.lora_name, adapter.method, live, packed.nbytes, needs_base, changed, adapter.invocation
+        self.tenants[ref.lora_id] = Tenant(*known)
         self.lora_refs[ref.lora_id] = ref
 
     def _read(self, ref: LoRARef) -> Adapter:
@@ -208,11 +211,11 @@ class ScuteManager(LoRAManager):
             self.first_pass_checked = True
             for tenant in self.tenants.values():  # loaded before there was a pass to learn from
                 self._check_reached(tenant.name, tenant.targets)
-        uids = forward_batch.lora_ids
+        lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu")).tolist()
+        prefixes, heads = forward_batch.extend_prefix_lens_cpu, get_lm_head_pruned_lens(forward_batch)
+        uids, lengths, heads = invocation.split(forward_batch.lora_ids, lengths, prefixes, heads)
         known = self._known(set(uids))
         slots = [self.pool.slot_of(uid) if uid in known else -1 for uid in uids]
-        lengths = generate_sequence_lengths(forward_batch, device=torch.device("cpu")).tolist()
-        heads = get_lm_head_pruned_lens(forward_batch)
         self.lora_backend.begin(slots, lengths, heads, decode=forward_batch.forward_mode.is_decode())
         if self.check_ranks:
             self.ranks.check_equal("the batch's adapters or their places", self._decisions(slots, lengths, heads))

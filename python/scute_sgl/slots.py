@@ -99,10 +99,14 @@ class Folded:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A validated adapter, before it meets a base weight: method label and slots by HF module path."""
+    """A validated adapter, before it meets a base weight: method label and slots by HF module path.
+
+    With ``invocation``, token ids, it applies to the rows of a request from their last occurrence in its prompt on.
+    """
 
     method: str  # label shown to users: "LORA", "DORA", "IA3", "VERA", "OFT", ...
     modules: dict[str, Slots] = field(default_factory=dict)
+    invocation: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Support:
 SUPPORT = (
     Support(
         "LORA", "LORA",
-        "rsLoRA, BD-LoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
+        "rsLoRA, BD-LoRA, QALoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
         "`embed_tokens`, `lm_head`",
         "b A B", "alpha / r → B; trained biases → b",
     ),
@@ -28,6 +28,12 @@ SUPPORT = (
         "DORA", "LORA",
         "all of LoRA but `lora_bias`; `embed_tokens` and `lm_head` too",
         "s b A B", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
+    ),
+    Support(
+        "ALORA", "LORA",
+        "`alora_invocation_tokens`, from their last occurrence in a prompt on; `lora_bias`, rsLoRA, patterns, any linear "
+        "layer and `lm_head`",
+        "b A B", "as LORA",
     ),
     Support(
         "PISSA", "LORA",

@@ -19,13 +19,15 @@ from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
 FIELDS = common.TARGETING | {"init_r": 12, "lora_alpha": 8.0, "rank_pattern": None, "bias": "none"}
 NEUTRAL = lora.NEUTRAL | frozenset(
-    "r use_rslora init_lora_weights alpha_pattern target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight "
+    "r use_rslora qalora_group_size init_lora_weights alpha_pattern target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight "
     "total_step".split()
 )
 OFF = lora.OFF | {
     "use_dora": "PEFT defines no AdaLoRA with DoRA",
     "lora_bias": "PEFT defines no AdaLoRA with biases of its own",
     "use_bdlora": "PEFT defines no AdaLoRA with BD-LoRA",
+    "use_qalora": "PEFT defines no AdaLoRA with QALoRA",
+    "alora_invocation_tokens": "PEFT defines no AdaLoRA with invocation tokens",
     "velora_config": "PEFT defines no AdaLoRA with VeLoRA",
     "monteclora_config": "PEFT defines no AdaLoRA with MonteCLoRA",
     "kasa_config": "PEFT defines no AdaLoRA with KaSA",

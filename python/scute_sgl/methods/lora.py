@@ -5,7 +5,8 @@
 b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_dora; with it s = m / ||W + B A||
 per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
 with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary. VeLoRA and
-MonteCLoRA differ from LoRA in training only, BD-LoRA in its file (bdlora.py); PEFT combines none of them with DoRA.
+MonteCLoRA differ from LoRA in training only, BD-LoRA and QALoRA in their files (bdlora.py, qalora.py), aLoRA in the rows
+that it is applied to (alora.py); PEFT combines none of them with another or with DoRA.
 
 pissa, olora and KaSA train on W less a part of it, which becomes a second term (less_base.py). corda and loftq change W
 in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import product
-from scute_sgl.methods import bdlora, common, less_base
+from scute_sgl.methods import alora, bdlora, common, less_base, qalora
 from scute_sgl.names import Module, Patterns, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
@@ -37,20 +38,20 @@ FIELDS = common.TARGETING | {
     "init_lora_weights": None,
     "ensure_weight_tying": False,
     "use_bdlora": None,
+    "use_qalora": False,
+    "qalora_group_size": 16,
+    alora.FIELD: None,
     "velora_config": None,
     "monteclora_config": None,
     "kasa_config": None,
 }
 NEUTRAL = frozenset(
-    "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
-    "qalora_group_size".split()
+    "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config".split()
 )
 OFF = common.OFF | {
     "trainable_token_indices": "own rows of an embedding are not served; train the embedding as a LoRA target",
     "target_parameters": "LoRA on bare parameters (experts) is not served",
     "layer_replication": "a base of another depth is not served; save the grown model as a base of its own",
-    "alora_invocation_tokens": "activated LoRA is not served",
-    "use_qalora": "QALoRA is not served; merge it into its quantised base",
     "arrow_config": "Arrow routes every token among adapters and is not served",
 }
 LEFTOVERS = {  # of training, by the config field that makes PEFT write them
@@ -71,16 +72,18 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     c = common.settings(config, FIELDS, NEUTRAL, OFF)
     common.rank(c["r"])
     less = less_base.trained_on(c["init_lora_weights"], c["kasa_config"])
-    chosen = [name for name in ("use_dora", "use_bdlora", *LEFTOVERS) if c[name]]
+    tokens = alora.invocation(config, base)
+    chosen = [name for name in ("use_dora", "use_bdlora", "use_qalora", alora.FIELD, *LEFTOVERS) if c[name]]
     if c["kasa_config"] is not None:
         chosen.insert(0, "kasa_config")
-    if c["lora_bias"] and not LEFTOVERS.keys() & set(chosen):
+    if c["lora_bias"] and not {*LEFTOVERS, alora.FIELD} & set(chosen):
         chosen.append("lora_bias")
-    if less and c["use_bdlora"]:
-        raise AdapterError("bad_config", f"found beside {less}, want one of them", key="use_bdlora")
+    for name in ("use_bdlora", "use_qalora", alora.FIELD):
+        if less and c[name]:
+            raise AdapterError("bad_config", f"found beside {less}, want one of them", key=name)
     if len(chosen) > 1:
         raise AdapterError("bad_config", f"found beside {chosen[0]}; PEFT defines no such layer", key=chosen[1])
-    take = bdlora.reader(c["use_bdlora"])
+    take = qalora.reader(c["qalora_group_size"]) if c["use_qalora"] else bdlora.reader(c["use_bdlora"])
     ranks = Patterns(c["rank_pattern"], "rank_pattern")
     alphas = Patterns(c["alpha_pattern"], "alpha_pattern")
 
@@ -94,7 +97,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         if not module.is_embedding:
             b, (A, B) = "lora_B.weight", take(module, r)
             B = product(B, module.need("lora_diag", r)) if less == "kasa" else B
-        elif not chosen or chosen[0] in ("use_dora", "lora_bias"):
+        elif not chosen or chosen[0] in ("use_dora", "use_qalora", "lora_bias"):
             b = "lora_embedding_B"
             A, B = module.need("lora_embedding_A", r, inputs), module.need(b, outputs, r)
         else:
@@ -110,4 +113,6 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         return Slots(terms=terms, bias=bias, magnitude=magnitude, from_weight=from_weight)
 
     modules, _ = group(tensors, base, PARAMETERS)
-    return common.build("DORA" if c["use_dora"] else less.upper() or "LORA", config, modules, read_one)
+    label = "DORA" if c["use_dora"] else "ALORA" if tokens else less.upper() or "LORA"
+    adapter = common.build(label, config, modules, read_one)
+    return alora.activated(adapter, tokens) if tokens else adapter
