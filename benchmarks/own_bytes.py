@@ -32,6 +32,7 @@ LORA64 = peft.LoraConfig(r=64)
 DEFAULTS = {
     "LORA": peft.LoraConfig(),
     "DORA": peft.LoraConfig(use_dora=True),
+    "ALORA": peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[0]),
     "PISSA": peft.LoraConfig(init_lora_weights="pissa"),
     "OLORA": peft.LoraConfig(init_lora_weights="olora"),
     "KASA": peft.LoraConfig(kasa_config=peft.KasaConfig()),
@@ -83,6 +84,8 @@ FAT = {
 class Base(torch.nn.Module):
     """A base model of one layer."""
 
+    prepare_inputs_for_generation = None  # PEFT looks for it where the task is CAUSAL_LM
+
     def __init__(self, weight: torch.Tensor):
         super().__init__()
         names = PATH.split(".")
@@ -103,7 +106,7 @@ def measure(config: peft.PeftConfig, weight: torch.Tensor, folder: Path) -> dict
     config.target_modules = ["q_proj"]
     torch.manual_seed(0)
     peft.get_peft_model(Base(weight), config).save_pretrained(folder)
-    shapes = BaseShape({PATH: (SIDE, SIDE)}, dtype=torch.float16, vocab_size=0)
+    shapes = BaseShape({PATH: (SIDE, SIDE)}, dtype=torch.float16, vocab_size=1)
     whole = (0, SIDE)
     target = Target(PATH, 0, "column", SIDE, SIDE, whole, whole, weight=lambda: weight, bias=lambda: None)
     packed = image.pack(fold_adapter(read_adapter(folder, shapes), {PATH: target}), torch.float16)

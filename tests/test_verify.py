@@ -15,7 +15,7 @@ from make_adapters import edit_config
 from scute_sgl import cli, memory, verify
 from scute_sgl.judge import Peft, excess
 
-GOOD = ["lora", "pissa", "boft_factors"]  # PiSSA changes the weights of the base that PEFT holds
+GOOD = ["lora", "pissa", "boft_factors", "alora"]  # PiSSA changes the weights of the base that PEFT holds
 SHORT = ["--rows", "2", "--new-tokens", "8"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 KEYS = ["name", "method", "effect", "mean_error", "max_error", "error_over_effect", "ok", "reason"]
@@ -57,7 +57,7 @@ def test_good_adapters_are_ok_and_a_refused_one_is_a_row(recorded):
     assert all(list(row) == KEYS for row in rows)
     for row in rows[:-1]:
         assert row["ok"] and row["max_error"] <= 1e-5 and row["reason"] == ""
-    assert [row["method"] for row in rows] == ["base", "LORA", "PISSA", "BOFT", None]
+    assert [row["method"] for row in rows] == ["base", "LORA", "PISSA", "BOFT", "ALORA", None]
     assert rows[0]["effect"] == 0 and rows[0]["error_over_effect"] is None
     assert all(row["effect"] > 0.05 and row["error_over_effect"] < 1e-4 for row in rows[1:-1])
     assert not rows[-1]["ok"] and "refused [bad_config]: modules_to_save" in rows[-1]["reason"]

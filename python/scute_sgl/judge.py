@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,12 @@ from unittest import mock
 import peft.tuners.boft.layer as boft_layer
 import torch
 from peft import PeftModel, PeftType
+from peft.tuners.lora.variants import get_alora_offsets_for_generate
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from scute_sgl.checkpoint import read_config
+from scute_sgl.methods import alora
 
 TOP = 20  # judged at every position, beside the chosen token
 FLOAT32_ERROR = 1e-5  # the largest of any log-probability
@@ -33,11 +37,25 @@ class Answers:
 
 
 def generate(
-    engine, names: list[str | None], vocabulary: int, rows: int, prompt: int, new_tokens: int
+    engine,
+    names: list[str | None],
+    vocabulary: int,
+    rows: int,
+    prompt: int,
+    new_tokens: int,
+    folders: Mapping[str | None, Path] | None = None,
 ) -> dict[str | None, Answers]:
-    """One batch: ``rows`` rows for each name (None: the base), sampled at temperature 1 so that positions differ."""
+    """One batch: ``rows`` rows for each name (None: the base), sampled at temperature 1 so that positions differ.
+
+    Prompts of an activated LoRA among ``folders`` have its invocation tokens in the middle, if they are long enough.
+    """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(3, vocabulary, (len(names) * rows, prompt), generator=generator)
+    for mine, name in zip(prompts.split(rows), names):
+        tokens = read_config(folders[name]).get(alora.FIELD) if folders and name else None
+        if tokens and len(tokens) <= prompt:
+            begin = (prompt - len(tokens)) // 2
+            mine[:, begin : begin + len(tokens)] = torch.tensor(tokens)
     replies = engine.generate(
         input_ids=prompts.tolist(),
         lora_path=[name for name in names for _ in range(rows)],
@@ -161,9 +179,18 @@ def logprobs(model, ids: Tensor, tokens: Tensor, rows: int = 4) -> Tensor:
     positions = tokens.shape[1]
     parts = []
     for chunk, wanted in zip(ids.split(rows), tokens.split(rows), strict=True):
-        logits = model(input_ids=chunk).logits[:, -positions - 1 : -1]
+        logits = model(input_ids=chunk, **_offsets(model, chunk, positions)).logits[:, -positions - 1 : -1]
         parts.append(logits.float().log_softmax(-1).gather(-1, wanted))
     return torch.cat(parts)
+
+
+def _offsets(model, ids: Tensor, answered: int) -> dict[str, list[int | None]]:
+    """Where an activated LoRA begins, counted from the end. Found in the prompt alone, as by PEFT's generate: its
+    forward would search the answer too."""
+    if not isinstance(model, PeftModel):
+        return {}
+    found = get_alora_offsets_for_generate(model, input_ids=ids[:, :-answered]).get("alora_offsets")
+    return {} if found is None else {"alora_offsets": [offset and offset + answered for offset in found]}
 
 
 class _BlockDiagonal:

@@ -180,7 +180,7 @@ def serve(job: Job) -> Served:
         loads = {name: engine.load_lora_adapter(name, str(folder)) for name, folder in job.folders.items()}
         refused = {name: load.error_message for name, load in loads.items() if not load.success}
         names = [None, *(name for name in loads if name not in refused)]
-        answers = generate(engine, names, job.vocabulary, job.rows, job.prompt, job.new_tokens)
+        answers = generate(engine, names, job.vocabulary, job.rows, job.prompt, job.new_tokens, job.folders)
         state = engine.get_server_info()["internal_states"][0]["scute"]
     finally:
         engine.shutdown()
