@@ -93,7 +93,8 @@ PLAIN: dict[str, Writer] = {
     "adalora_no_alpha": _adalora_pruned(total_step=10, lora_alpha=0, bias="all", target_modules=ATTENTION),
     "alora": _lora(alora_invocation_tokens=INVOCATION, rank_pattern={"v_proj": 3}),
     "alora_head": _lora(
-        alora_invocation_tokens=INVOCATION, lora_bias=True, use_rslora=True, target_modules=["q_proj", "o_proj", "lm_head"]
+        alora_invocation_tokens=INVOCATION, lora_bias=True, use_rslora=True,
+        target_modules=["q_proj", "o_proj", "lm_head"],
     ),
     "beft": _beft(),
     "beft_head": _beft(target_modules=["v_proj", "lm_head"]),
@@ -124,7 +125,8 @@ PLAIN: dict[str, Writer] = {
     "lora_monteclora": _lora(monteclora_config=peft.MontecloraConfig(buffer_size=1), use_rslora=True),
     "lora_qalora": _lora(use_qalora=True),
     "lora_qalora_head": _lora(
-        use_qalora=True, qalora_group_size=32, use_rslora=True, bias="all", target_modules=["q_proj", "down_proj", "lm_head"]
+        use_qalora=True, qalora_group_size=32, use_rslora=True, bias="all",
+        target_modules=["q_proj", "down_proj", "lm_head"],
     ),
     "lora_velora": _lora(velora_config=peft.VeloraConfig(8), lora_bias=True, target_modules=["q_proj", "up_proj"]),
     "miss": _miss(r=16),

@@ -45,15 +45,18 @@ class Kit:
             make_adapters.write_adapter(self.base(base), folder, name)
         return str(folder)
 
-    def logprobs(self, adapter: str | None, ids: list[int], base: str = "llama", prompt: int | None = None) -> torch.Tensor:
+    def logprobs(
+        self, adapter: str | None, ids: list[int], base: str = "llama", prompt: int | None = None
+    ) -> torch.Tensor:
         return peft_answers.peft_logprobs(self.base(base), adapter and self.adapter(adapter, base), ids, prompt)
 
     def greedy(self, adapter: str | None, ids: list[int], n: int, base: str = "llama") -> list[int]:
         return peft_answers.peft_greedy(self.base(base), adapter and self.adapter(adapter, base), ids, n)
 
     def error(
-        self, adapter: str | None, served: tuple[list[int], torch.Tensor], base: str = "llama", prompt: int | None = None
-    ) -> float:
+        self, adapter: str | None, served: tuple[list[int], torch.Tensor], base: str = "llama",
+        prompt: int | None = None,
+    ) -> float:  # fmt: skip
         """Largest difference of served log-probabilities, over prompt and generated tokens, from PEFT's."""
         ids, table = served
         assert not table.isnan().any()

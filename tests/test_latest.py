@@ -1,8 +1,13 @@
-"""The tests that also pass on the newest SGLang release (make test-latest): start, exactness, names, unloads."""
+"""The tests that also pass on the newest SGLang release (make test-latest): start, exactness, names, unloads, where
+an activated LoRA begins."""
 
 from test_bad_adapters import (  # noqa: F401
     test_a_bad_name_or_path_is_refused,
     test_a_changed_base_is_refused_while_a_fold_depends_on_it,
+)
+from test_invocation import (  # noqa: F401
+    test_mixed_with_others_it_equals_peft,
+    test_prefixes_are_reused_on_the_same_side_of_the_invocation_only,
 )
 from test_loads import (  # noqa: F401
     test_a_storm_of_loads_and_unloads_changes_no_answer,
@@ -26,4 +31,5 @@ from test_server import (  # noqa: F401
 )
 
 from test_bad_adapters import before  # noqa: F401  isort: skip  fixtures
+from test_invocation import chunked  # noqa: F401  isort: skip
 from test_plugin import no_hooks  # noqa: F401  isort: skip

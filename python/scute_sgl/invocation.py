@@ -1,4 +1,4 @@
-"""Which rows of a request an activated LoRA changes: those from its invocation tokens in the prompt on (methods/alora.py).
+"""Which rows of a request an activated LoRA changes: those from its invocation in the prompt on (methods/alora.py).
 
 A request's id of its tenant and its key in the prefix cache carry the position of that first row, so that they tell
 it wherever SGLang takes them. It depends on the prompt alone and is found once, when the request is queued.

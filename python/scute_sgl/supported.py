@@ -20,8 +20,8 @@ class Support:
 SUPPORT = (
     Support(
         "LORA", "LORA",
-        "rsLoRA, BD-LoRA, QALoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
-        "`embed_tokens`, `lm_head`",
+        "rsLoRA, BD-LoRA, QALoRA (beside an unquantised base), VeLoRA, MonteCLoRA, rank and alpha patterns, "
+        "`lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`",
         "b A B", "alpha / r → B; trained biases → b",
     ),
     Support(
@@ -31,8 +31,8 @@ SUPPORT = (
     ),
     Support(
         "ALORA", "LORA",
-        "`alora_invocation_tokens`, from their last occurrence in a prompt on; `lora_bias`, rsLoRA, patterns, any linear "
-        "layer and `lm_head`",
+        "`alora_invocation_tokens`, from their last occurrence in a prompt on; `lora_bias`, rsLoRA, patterns, any "
+        "linear layer and `lm_head`",
         "b A B", "as LORA",
     ),
     Support(

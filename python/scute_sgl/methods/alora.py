@@ -35,7 +35,8 @@ def invocation(config: dict, base: BaseShape | None) -> tuple[int, ...]:
     if (task := config.get("task_type")) != "CAUSAL_LM":
         raise AdapterError("bad_config", f"found {task!r:.80} beside {FIELD}, want CAUSAL_LM", key="task_type")
     if config.get("init_lora_weights") == "mica":
-        raise AdapterError("bad_config", f"found mica beside {FIELD}; PEFT defines no such layer", key="init_lora_weights")
+        hint = f"found mica beside {FIELD}; PEFT defines no such layer"
+        raise AdapterError("bad_config", hint, key="init_lora_weights")
     return tuple(found)
 
 

@@ -5,8 +5,8 @@
 b = base bias + c * lora_B.bias with lora_bias. s is the identity without use_dora; with it s = m / ||W + B A||
 per output row (slot ``magnitude``), it scales the term too and leaves the bias alone. An embedding is the same
 with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary. VeLoRA and
-MonteCLoRA differ from LoRA in training only, BD-LoRA and QALoRA in their files (bdlora.py, qalora.py), aLoRA in the rows
-that it is applied to (alora.py); PEFT combines none of them with another or with DoRA.
+MonteCLoRA differ from LoRA in training only, BD-LoRA and QALoRA in their files (bdlora.py, qalora.py), aLoRA in the
+rows that it is applied to (alora.py); PEFT combines none of them with another or with DoRA.
 
 pissa, olora and KaSA train on W less a part of it, which becomes a second term (less_base.py). corda and loftq change W
 in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.

@@ -1,4 +1,4 @@
-"""QALoRA, a LoRA with use_qalora: A reads means of groups of g = qalora_group_size inputs, and is stored without repeats.
+"""QALoRA, a LoRA with use_qalora: A reads means of groups of g = qalora_group_size inputs.
 
     x A^T = (i / g) mean_g(x) A_file^T,   A = (i / g) / g * repeat(A_file, g),   A_file (r, i / g)
 
@@ -26,7 +26,8 @@ def reader(group: int) -> Callable[[Module, int], tuple[Tensor, Tensor]]:
     def read(module: Module, r: int) -> tuple[Tensor, Tensor]:
         inputs = module.in_features
         if inputs is None:
-            raise NeedsBase("bad_config", "found true, want the base: its widths tell whether A is pooled", key="use_qalora")
+            hint = "found true, want the base: its widths tell whether A is pooled"
+            raise NeedsBase("bad_config", hint, key="use_qalora")
         A, B = module.need(name, r, None), module.need("lora_B.weight", module.out_features, r)
         if A.shape[1] != inputs:
             if A.shape[1] * g != inputs:
