@@ -126,6 +126,25 @@ def test_the_benchmarks_predict_with_the_same_model(root, monkeypatch):
     assert predictions.H200 is plan_cli.gpu_of(cli.build_parser().parse_args(["plan", "--model", "", "--adapters", ""]))
 
 
+def test_the_table_of_predictions_and_measurements(monkeypatch):
+    """Of our own rows on one GPU; the median is of those that add at least 0.1 ms."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import tables
+
+    def row(workload: str, predicted: float | None, measured: float, backend: str = "scute") -> dict:
+        given = {"workload": workload, "backend": backend, "bs": 16, "tenants": 16, "base_ms": 5.0}
+        return given | {"tpot_ms": 5 + measured, "predicted_ms": None if predicted is None else 5 + predicted}
+
+    rows = [row("lora_r16x16_bs16", 0.5, 0.4), row("oftx16_bs16", 0.8, 1.0), row("ia3x16_bs16", 0.3, 0.2)]
+    rows += [row("none_bs16", 0.0, 0.01), row("mix5_vs_lora", 9.0, 1.0), row("lora_r16x1_bs1", None, 1.0)]
+    lines = tables.plan([*rows, row("lora_r16x16_bs16", 0.5, 3.0, "triton")]).splitlines()
+    assert [line.split(" | ")[-3:] for line in lines[2:6]] == [
+        ["0.50", "0.40", "+25% |"], ["0.80", "1.00", "-20% |"], ["0.30", "0.20", "+50% |"], ["0.00", "0.01", " |"]
+    ]  # fmt: skip
+    assert lines[6:] == ["", "Median error, regardless of sign, of 3 rows that add at least 0.1 ms: 25%."]
+    assert tables.plan([]).endswith("of 0 rows that add at least 0.1 ms: none.")
+
+
 def test_reading_more_than_the_conversion_is_said(root, capsys):
     words = ["plan", "--model", make_base("llama", root), "--adapters", str(folder_of(root, "lora_r200"))]
     words += [str(folder_of(root, "lora")), str(folder_of(root, "lily"))]
@@ -151,7 +170,7 @@ def test_known_gpus_are_plausible():
     ("flags", "message"),
     [
         ([], "with 4,480 GB/s and 1.60 us a launch, both measured"),
-        (["--gpu", "l4"], "with 300 GB/s by the datasheet and 1.60 us a launch, assumed: measured on an H200"),
+        (["--gpu", "l4"], "with 300 GB/s by the datasheet and 1.60 us a launch, assumed, as measured on an H200"),
         (OTHER, "with 1,000 GB/s and 2.00 us a launch, as given"),
     ],
 )

@@ -171,7 +171,7 @@ def constants(gpu: Gpu) -> str:
     launch = f"{gpu.launch * 1e6:.2f} us a launch"
     return f"with {gpu.read / 1e9:,.0f} GB/s" + {
         MEASURED: f" and {launch}, both measured",
-        DATASHEET: f" by the datasheet and {launch}, assumed: measured on an H200",
+        DATASHEET: f" by the datasheet and {launch}, assumed, as measured on an H200",
         GIVEN: f" and {launch}, as given",
     }[gpu.source]
 
