@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import math
 import multiprocessing
 import os
 import queue as queues
@@ -40,14 +41,15 @@ from serving import TINY_CONFIG, TINY_SHAPE, say, smaller, stage, write_model
 from workloads import DORA16, IA3, LLAMA_8B, LLAMA_8B_CONFIG, LORA16, LORA64, OFT32, VERA256, Kind, Workload
 
 from scute_sgl import cli, load
+from scute_sgl.console import above_0, positive
 from scute_sgl.demo import Server
 
 MIX = (LORA16, DORA16, IA3, VERA256, OFT32)
 SERVERS = {"scute": MIX, "scute_lora64": (LORA64,)} | dict.fromkeys(engines.STOCK, (LORA64,))
 DEFAULT = ("scute", *engines.STOCK)
 RATES = {"decode": (8.0, 16.0, 24.0), "prefill": (4.0, 8.0, 12.0)}
-# The second start on a machine takes about 60 s; the first compiles SGLang's kernels.
-START_SECONDS, PROFILE_SECONDS, REQUEST_SECONDS = 240, 120, 60
+# A start takes about 60 s and, with SGLang's backends, 64 loads of 336 MB; the first on a machine compiles kernels too.
+START_SECONDS, PROFILE_SECONDS, REQUEST_SECONDS = 300, 120, 60
 EQUAL = {name: value for name, value in engines.PLAIN.items() if name not in ("skip_tokenizer_init", "log_level")}
 EQUAL |= {"dtype": "float16", "mem_fraction_static": 0.8, "max_total_tokens": 262_144, "max_running_requests": 64}
 EQUAL |= {"cuda_graph_bs_decode": (8, 16, 32, 48, 64)}
@@ -161,7 +163,7 @@ def run(jobs: list[Job], args) -> list[dict]:
                 row.pop("url", None)  # another port every time
                 rows.append(row)
                 say(f"{row['server']}: {row.get('error') or summary(row)}")
-                _mark(rows)
+                rows = arranged(rows)
                 record.save(args.out, rows, runs=runs, slo_first=args.slo_first, slo_token=args.slo_token, goal=load.GOAL)
         for future in pending:
             future.result()
@@ -175,11 +177,13 @@ def _next(found: queues.Queue) -> dict | None:
         return None
 
 
-def _mark(rows: list[dict]) -> None:
-    """Add to every row the highest rate at which its server met the objective with its profile."""
+def arranged(rows: list[dict]) -> list[dict]:
+    """By server, profile and rate; each with the highest rate at which its server met the objective with its profile."""
     for row in rows:
         mine = [r for r in rows if "error" not in r and (r["server"], r["profile"]) == (row["server"], row["profile"])]
         row["highest_rate"] = load.highest_rate(mine)
+    order = [*SERVERS]
+    return sorted(rows, key=lambda r: (order.index(r["server"]), r["profile"] or "", r.get("rate", math.inf)))
 
 
 def summary(row: dict) -> str:
@@ -200,7 +204,7 @@ def draw(out: Path) -> None:
         rows_of = {}
         for row in result["rows"]:
             if row["profile"] == profile and "error" not in row:
-                rows_of.setdefault(tables.served_by({"backend": row["server"]}), []).append(row)
+                rows_of.setdefault(row["server"], []).append(row)
         load.draw(panels, rows_of, argparse.Namespace(slo_first=result["slo_first"], slo_token=result["slo_token"]))
         panels[0].set_title(profile)
     for ending in (".png", ".svg"):
@@ -212,14 +216,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, help="JSON file to merge the rows into; pictures are written beside it")
     add("--servers", nargs="+", choices=SERVERS, default=DEFAULT)
-    add("--gpus", type=int, default=1, help="servers at a time, each on a GPU of its own")
-    add("--tenants", type=int, default=64)
+    add("--gpus", type=positive, default=1, help="servers at a time, each on a GPU of its own")
+    add("--tenants", type=positive, default=64)
     for profile, rates in RATES.items():
-        add(f"--{profile}-rates", type=float, nargs="+", default=rates, help="requests a second")
-    add("--seconds", type=float, default=12.0, help="of arrivals at each rate")
+        add(f"--{profile}-rates", type=above_0, nargs="+", default=rates, help="requests a second")
+    add("--seconds", type=above_0, default=12.0, help="of arrivals at each rate")
     add("--popularity", choices=("zipf", "uniform"), default="zipf")
-    add("--slo-first", type=float, default=1000.0, metavar="MS", help="first token within")
-    add("--slo-token", type=float, default=100.0, metavar="MS", help="mean time of each further token")
+    add("--slo-first", type=above_0, default=1000.0, metavar="MS", help="first token within")
+    add("--slo-token", type=above_0, default=100.0, metavar="MS", help="mean time of each further token")
     add("--seed", type=int, default=0)
     add("--scratch", type=Path, default=Path("/dev/shm"), help="folder for adapter files (0.6 GB)")
     add("--patch-stock-loader", action="store_true", help=engines.patch_stock_loader.__doc__)
@@ -227,6 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--tiny", action="store_true", help="a two-layer model on the CPU, to try the script")
     args = parser.parse_args(argv)
     if args.redraw:
+        if args.out is None or not args.out.exists():
+            parser.error(f"--redraw: want --out and an earlier run's file, found {args.out}")
         draw(args.out)
         return 0
     if args.patch_stock_loader:

@@ -149,13 +149,14 @@ def test_what_was_measured_before_a_failure_stays(monkeypatch, tmp_path):
     assert rows[0]["rate"] == 4.0 and rows[0]["start_s"] >= 0 and rows[-1]["error"] == "OSError: connection lost"
 
 
-def test_each_row_has_the_highest_rate_of_its_server_and_profile():
+def test_rows_are_in_order_with_the_highest_rate_of_their_server_and_profile():
     import bench_load
 
     at = lambda server, rate, met: {"server": server, "profile": "decode", "rate": rate, "attainment": met}  # noqa: E731
-    rows = [at("a", 2, 1.0), at("a", 4, 0.999), at("a", 8, 0.5), at("b", 2, 0.9)]
-    bench_load._mark(rows)
-    assert [row["highest_rate"] for row in rows] == [4, 4, 4, None]
+    failed = {"server": "triton", "profile": "decode", "error": "OSError"}
+    rows = [failed, at("scute", 8, 0.5), at("triton", 2, 0.9), at("scute", 4, 0.999), at("scute", 2, 1.0)]
+    found = [(row["server"], row.get("rate"), row["highest_rate"]) for row in bench_load.arranged(rows)]
+    assert found == [("scute", 2, 4), ("scute", 4, 4), ("scute", 8, 4), ("triton", 2, None), ("triton", None, None)]
 
 
 # What is shown

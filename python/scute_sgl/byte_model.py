@@ -10,9 +10,9 @@ therefore those between the base's own kernels: one that expands after each GEMM
 rotates before it and one that puts the rotated projections of a fused layer side by side.
 
 Both constants come from microbenchmarks (:func:`measure`), none from an engine: ``read`` from one large streaming read,
-``launch`` from an almost empty kernel behind each of many GEMMs. So it is no fit: nothing stands for what a
-kernel computes. Activations are not counted: at decode they are in the cache. Nor are the launches of the two vocabulary
-layers and of the plan, a few in hundreds, nor that large batches rotate with a GEMM for each projection.
+``launch`` from an almost empty kernel behind each of many GEMMs. Nothing stands for what a kernel computes. Activations
+are not counted: at decode they are in the cache. Nor are the launches of the two vocabulary layers and of the plan, a
+few in hundreds, nor that large batches have a GEMM for each rotated projection.
 ``scute plan`` and the benchmarks predict with this.
 """
 
