@@ -25,6 +25,7 @@ import engines
 import record
 from byte_model import added_ms, bytes_of_workload
 from engines import EngineProcess, Settings
+from tables import COUNTED_MS
 from workloads import COMPARISONS, LLAMA_8B_CONFIG, WORKLOADS, Kind
 
 SHORT, LONG = 16, 144
@@ -104,7 +105,8 @@ def summary(rows: list[dict]) -> dict:
     if len(ranks) > 1:
         line = linear_regression([bytes_of_workload(WORKLOADS[id]) for id in ranks], [added[id] for id in ranks])
         result |= {"fit_a_ms": round(line.intercept, 4), "fit_b_tb_per_s": round(1e-9 / line.slope, 3)}
-    errors = [abs(added_ms(WORKLOADS[id]) / ms - 1) for id, ms in added.items() if ms >= 0.1]
+    predicted = {id: row["predicted_ms"] - row["base_ms"] for id, row in ours.items()}
+    errors = [abs(predicted[id] / ms - 1) for id, ms in added.items() if ms >= COUNTED_MS]
     if errors:
         result["model_median_error"] = round(median(errors), 4)
     return result

@@ -14,70 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from adapters import write_adapter
 from record import save
-from workloads import LLAMA_8B, LLAMA_8B_CONFIG, WORKLOADS, Kind, llama_shape
+from serving import TINY_CONFIG, TINY_SHAPE, say, smaller, stage, write_model
+from workloads import LLAMA_8B, LLAMA_8B_CONFIG, WORKLOADS, Kind
 
 from scute_sgl.demo import Server
 
-TINY_CONFIG = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-TINY_CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 REPORTED = ("completed", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
 REPORTED += ("median_tpot_ms", "p99_tpot_ms", "median_e2e_latency_ms")
 START_SECONDS, LOAD_SECONDS, RUN_SECONDS = 170, 30, 60
-BEGIN = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"{time.monotonic() - BEGIN:6.1f} s  {text}", flush=True)
-
-
-@contextmanager
-def stage(what: str, limit: int) -> Iterator[None]:
-    """Say how long it took. RuntimeError after ``limit`` seconds, whatever it is waiting for."""
-
-    def expire(*_):
-        raise RuntimeError(f"{what}: not done after {limit} s")
-
-    started = time.monotonic()
-    signal.signal(signal.SIGALRM, expire)
-    signal.alarm(limit)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-    say(f"{what}: {time.monotonic() - started:.1f} s")
-
-
-def write_model(folder: Path, config: dict) -> None:
-    """A config without weights, and a tokenizer in which token i is the word "wi"."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
 
 
 def tenants(tiny: bool) -> dict[str, Kind]:
     kinds = WORKLOADS["mix5x20_bs20"].tenants
-    smaller = {kind: Kind(kind.method, min(kind.size, 16)) if tiny else kind for kind, _ in kinds}
-    return {name: smaller[kind] for kind, count in kinds for name in kind.names(count)}
+    return {name: smaller(kind) if tiny else kind for kind, count in kinds for name in kind.names(count)}
 
 
 def load(server: Server, name: str, written: Future) -> None:
@@ -144,7 +101,7 @@ def main() -> None:
     flags += ["--mem-fraction-static", "0.7", "--max-total-tokens", "65536"]
     flags += ["--cuda-graph-bs-decode", "1", "4", "8", "16", str(args.concurrency)]
     if args.tiny:
-        config, shape, device = LLAMA_8B_CONFIG | TINY_CONFIG, llama_shape(2, 64, 32, 96), "cpu"
+        config, shape, device = TINY_CONFIG, TINY_SHAPE, "cpu"
         flags = ["--device", "cpu", "--dtype", "float32"]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as writer:
         model, log = Path(scratch, "model"), Path(scratch, "server.log")

@@ -2,8 +2,7 @@
 
     python benchmarks/byte_model.py             # the table of NOTES.md
 
-No constant is fitted to an engine: the bandwidth is that of one large streaming read, the launch cost that of an
-almost empty kernel in a replayed CUDA graph, both measured once on the card that the results come from.
+No constant is fitted to an engine: they are those that ``scute plan --gpu H200`` takes, from microbenchmarks.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from workloads import LLAMA_8B, WORKLOADS, Kind, Shape, Workload
 
 from scute_sgl import byte_model
-from scute_sgl.byte_model import GPUS, LAUNCH, Cost, Gpu
+from scute_sgl.byte_model import GPUS, Cost, Gpu
 from scute_sgl.image import pack
 from scute_sgl.slots import Folded, SharedTerm, Target
 
-H200 = Gpu(read=4.48e12, launch=LAUNCH, memory=GPUS["H200"].memory, host=GPUS["H200"].host)  # measured, 2026-11-30
+H200 = GPUS["H200"]
 
 
 def cost(kind: Kind, shape: Shape = LLAMA_8B) -> Cost:
@@ -73,7 +72,7 @@ def bytes_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
 
 
 def launches_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
-    return byte_model.launches_of_step(tenants_of(workload, shape), len(shape.groups) * shape.layers)
+    return byte_model.launches_of_step(tenants_of(workload, shape), [*map(len, shape.groups)] * shape.layers)
 
 
 def added_ms(workload: Workload, shape: Shape = LLAMA_8B, gpu: Gpu = H200) -> float:

@@ -70,11 +70,8 @@ def start_scute(settings: Settings, tenants: dict[str, Kind]):
     """Our engine with all these tenants loaded, in an arena that holds them all at once."""
     import scute_sgl
 
-    need = sum(bytes_of_tenant(kind) for kind in tenants.values())
     engine = scute_sgl.Engine(
-        **settings.arguments(),
-        max_loras_per_batch=settings.slots,
-        scute_arena_mb=int(1.05 * need / 2**20) + 512,
+        **settings.arguments(), max_loras_per_batch=settings.slots, scute_arena_mb=arena_mb(tenants)
     )
     with written(settings, tenants) as paths:
         for name, path in paths.items():
@@ -82,6 +79,11 @@ def start_scute(settings: Settings, tenants: dict[str, Kind]):
             if not reply.success:
                 raise RuntimeError(reply.error_message)
     return engine
+
+
+def arena_mb(tenants: dict[str, Kind]) -> int:
+    """MiB of an arena that holds them all at once."""
+    return int(1.05 * sum(bytes_of_tenant(kind) for kind in tenants.values()) / 2**20) + 512
 
 
 def start_stock(settings: Settings, backend: str, rank: int, tenants: dict[str, Kind]):

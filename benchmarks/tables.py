@@ -1,27 +1,35 @@
-"""Result files as the Markdown tables of the README.
+"""Result files as the Markdown tables of the README and of docs/.
 
     python benchmarks/tables.py                    # print them
-    python benchmarks/tables.py --write README.md  # put them between their markers in a file
+    python benchmarks/tables.py --write README.md docs/planning.md  # put them between their markers there
+
+A marker names a file of results/, and after a colon the table if the file has several: decode_h200.json:plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
-RESULTS = Path(__file__).parent / "results"
+from workloads import COMPARISONS
+
+RESULTS = Path(__file__).resolve().parent / "results"
+COUNTED_MS = 0.1  # of less added time, timing noise is too large a part
 
 
-def table(name: str) -> str:
-    """The table of a file in results/, with its date, device, versions and command."""
+def table(name: str, folder: Path) -> str:
+    """A table of a file in results/, with its date, device, versions and command, for a page in ``folder``."""
+    name, _, part = name.partition(":")
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    rows = {"decode": decode, "traffic": traffic, "own": own_bytes}.get(name.split("_")[0], exactness)(result["rows"])
-    return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
+    rows = TABLES[part or name.split("_")[0]](result["rows"])
+    return f"{rows}\n\n{caption}, [raw results]({os.path.relpath(RESULTS / name, folder)})."
 
 
 def markdown(columns: str, aligned: str, lines: Iterable[str]) -> str:
@@ -56,6 +64,25 @@ def decode(rows: list[dict]) -> str:
     return markdown(columns, "llrrrrrrrr", map(line, rows))
 
 
+def plan(rows: list[dict]) -> str:
+    """What the byte model had predicted of our own engine on one GPU, and what was measured; milliseconds added to a step."""
+    errors = []
+
+    def line(row: dict) -> str:
+        predicted, measured = row["predicted_ms"] - row["base_ms"], row["tpot_ms"] - row["base_ms"]
+        error = ""
+        if measured >= COUNTED_MS:
+            errors.append(predicted / measured - 1)
+            error = f"{errors[-1]:+.0%}"
+        return f"{row['workload']} | {row['bs']} | {row['tenants']} | {predicted:.2f} | {measured:.2f} | {error}"
+
+    ours = [row for row in rows if row["backend"] == "scute" and row["predicted_ms"] is not None]
+    lines = [line(row) for row in ours if row["workload"] not in COMPARISONS]
+    found = f"{median(map(abs, errors)):.0%}" if errors else "none"
+    shown = markdown("workload | rows | tenants | predicted added ms | measured added ms | error", "lrrrrr", lines)
+    return f"{shown}\n\nMedian error, regardless of sign, of {len(errors)} rows that add at least {COUNTED_MS} ms: {found}."
+
+
 def traffic(rows: list[dict]) -> str:
     def line(row: dict) -> str:
         rates = " | ".join(f"{row[key]:.1f}" for key in ("request_throughput", "output_throughput", "median_ttft_ms"))
@@ -75,23 +102,46 @@ def own_bytes(rows: list[dict]) -> str:
     return markdown(columns, "lrrrrl", map(line, rows))
 
 
-def block(name: str) -> str:
-    return f"<!-- table: {name} -->\n{table(name)}\n<!-- end -->"
+def load(rows: list[dict]) -> str:
+    """A line for each server, profile and rate; for a server that failed, the reason in one."""
+
+    def line(row: dict) -> str:
+        name = f"{row['server']} | {row['profile'] or ''}"
+        if "error" in row:
+            return f"{name} |  |  | failed: {row['error'][:200].replace('|', '/')} |  |  |  |  |  | "
+        times = " | ".join("" if row[key] is None else f"{row[key]:.1f}" for key in LATENCIES)
+        met, best = "" if row["attainment"] is None else f"{row['attainment']:.1%}", row["highest_rate"]
+        return f"{name} | {row['rate']:g} | {row['requests']} | {row['errors']} | {times} | {met} | {'none' if best is None else format(best, 'g')}"
+
+    columns = "server | load | requests a second | requests | errors | TTFT ms, median | 99% | TPOT ms, median | 99%"
+    return markdown(f"{columns} | SLO met | highest rate that meets it", "llrrrrrrrrr", map(line, rows))
 
 
-def updated(text: str) -> str:
-    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", lambda match: block(match[1]), text, flags=re.DOTALL)
+LATENCIES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
+TABLES = {"decode": decode, "plan": plan, "traffic": traffic, "load": load, "own": own_bytes, "exactness": exactness}
+
+
+def block(name: str, folder: Path) -> str:
+    return f"<!-- table: {name} -->\n{table(name, folder)}\n<!-- end -->"
+
+
+def updated(page: Path) -> str:
+    """The page's text with its tables as the result files have them."""
+    text, folder = page.read_text(encoding="utf-8"), page.resolve().parent
+    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", lambda m: block(m[1], folder), text, flags=re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the tables in this file instead")
+    parser.add_argument("--write", type=Path, nargs="+", metavar="FILE", help="replace the tables in these files instead")
     args = parser.parse_args()
     if args.write:
-        args.write.write_text(updated(args.write.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in args.write:
+            page.write_text(updated(page), encoding="utf-8")
     else:
-        names = sorted(path.name for kind in ("exactness", "decode", "traffic", "own") for path in RESULTS.glob(f"{kind}_*.json"))
-        print("\n\n".join(map(block, names)))
+        names = sorted(path.name for kind in TABLES for path in RESULTS.glob(f"{kind}_*.json"))
+        names += [f"{name}:plan" for name in names if name.startswith("decode")]
+        print("\n\n".join(block(name, Path.cwd()) for name in names))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from io import StringIO
 
 import pytest
 import torch
-from make_adapters import edit_config
+from gpu_worker import write_base
+from make_adapters import edit_config, write_adapter
 
 from scute_sgl import cli, memory, verify
 from scute_sgl.judge import Peft, excess
@@ -123,6 +124,28 @@ def test_16_bit_is_judged_by_what_peft_loses_in_it(kit, served, capsys):
         assert cli.main([*arguments(kit, *GOOD), "--dtype", "bfloat16"]) == status
         reasons = [row["reason"] for row in rows_of(capsys).values()]
         assert all(reason.startswith("mean error" if status else "") for reason in reasons)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_five_methods_are_ok_on_a_gpu_and_one_edited_afterwards_is_not(tmp_path, capsys, monkeypatch):
+    """In float16 and CUDA graphs, one of each size; then the same answers against a file with another alpha."""
+    base, names = write_base(tmp_path / "base", hidden=1024), ["lora", "dora", "ia3", "vera_all", "oft"]
+    folders = [write_adapter(base, tmp_path / name, name) for name in names]
+    runs, in_a_process = [], verify.in_a_process
+    monkeypatch.setattr(verify, "in_a_process", lambda f, job: runs.append(in_a_process(f, job)) or runs[-1])
+    command = ["verify", "--model", base, "--adapters", *folders, "--device", "cuda", "--dtype", "float16", "--json"]
+    command += ["--engine", "attention_backend=triton", "sampling_backend=pytorch", "grammar_backend=none"]
+    command += ["cuda_graph_bs_decode=[24]", "cuda_graph_backend_prefill=disabled", "mem_fraction_static=0.3"]
+    assert cli.main(command) == 0
+    rows = rows_of(capsys)
+    assert list(rows) == ["base", *names] and all(row["ok"] for row in rows.values())
+    assert all(rows[name]["effect"] > 0.05 for name in names) and runs[0].together == len(names)
+
+    monkeypatch.setattr(verify, "in_a_process", lambda *_: runs[0])
+    edit_config(folders[0], lora_alpha=1)
+    assert cli.main(command) == 1
+    assert [name for name, row in rows_of(capsys).items() if not row["ok"]] == ["lora"]
 
 
 def test_nan_is_past_every_tolerance():

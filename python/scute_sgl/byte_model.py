@@ -2,13 +2,23 @@
 
     seconds = bytes / read + launches * launch
 
-A step reads every tenant of its batch once, and every shared set once. Sizes are those of the packed image (image.py);
-nothing is fitted to an engine. ``scute plan`` and the benchmarks predict with this. Activations are not counted: at
-decode they are in the cache. Nor are the launches of the two vocabulary layers, which hardly show.
+A step reads every tenant of its batch once, and every shared set once. Sizes are those of the packed image (image.py).
+
+Sums over a layer's input run on a second stream beside the base's GEMM (layers.py). Their launches are hidden behind it,
+their bytes are not: a GEMM of few rows is itself a read of memory, so what is read beside it comes on top. Launches are
+therefore those between the base's own kernels: one that expands after each GEMM and, in batches with rotations, one that
+rotates before it and one that puts the rotated projections of a fused layer side by side.
+
+Both constants come from microbenchmarks (:func:`measure`), none from an engine: ``read`` from one large streaming read,
+``launch`` from an almost empty kernel behind each of many GEMMs. Nothing stands for what a kernel computes. Activations
+are not counted: at decode they are in the cache. Nor are the launches of the two vocabulary layers and of the plan, a
+few in hundreds, nor that large batches have a GEMM for each rotated projection.
+``scute plan`` and the benchmarks predict with this.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,23 +32,37 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_u
 
 @dataclass(frozen=True)
 class Gpu:
-    """``read`` and ``host``: bytes/s from its own memory and, over PCIe, from the host's. ``launch``: seconds of a
-    dependent launch in a replayed CUDA graph. ``memory``: bytes."""
+    """``read`` and ``host``: bytes/s from its own memory and, over PCIe, from the host's. ``launch``: seconds that an
+    almost empty kernel behind a GEMM adds to a replayed CUDA graph. ``memory``: bytes. ``source``: of read and launch."""
 
     read: float
     launch: float
     memory: float
     host: float
+    source: str
 
 
-LAUNCH = 0.70e-6  # measured on one H200, with programmatic dependent launch; vendors do not publish it
+MEASURED, DATASHEET, GIVEN = "measured", "datasheet", "given"
+LAUNCH = 1.6e-6  # H200: the median of six, 1.5 to 2.2 (ops_beside_h200.json: tiny_ms over 128). Vendors publish none
 PCIE5, PCIE4 = 64e9, 32e9  # x16, one direction: half of what the datasheets add up
+
+
+def _published(read: float, memory: float, host: float) -> Gpu:
+    """Bytes by the datasheet; what a launch costs is assumed."""
+    return Gpu(read, LAUNCH, memory, host, DATASHEET)
+
+
 GPUS = {
-    "H200": Gpu(4.8e12, LAUNCH, 141e9, PCIE5),  # NVIDIA H200 Tensor Core GPU Datasheet, H200 SXM
-    "H100": Gpu(3.35e12, LAUNCH, 80e9, PCIE5),  # NVIDIA H100 Tensor Core GPU Datasheet, H100 SXM
-    "A100-80GB": Gpu(2.039e12, LAUNCH, 80e9, PCIE4),  # NVIDIA A100 Tensor Core GPU Datasheet, A100 80GB SXM
-    "L40S": Gpu(0.864e12, LAUNCH, 48e9, PCIE4),  # NVIDIA L40S GPU Datasheet
-    "B200": Gpu(8e12, LAUNCH, 180e9, PCIE5),  # NVIDIA DGX B200 Datasheet: 64 TB/s and 1,440 GB in eight
+    "H200": Gpu(4.48e12, LAUNCH, 141e9, PCIE5, MEASURED),  # the datasheet has 4.8e12
+    "H100": _published(3.35e12, 80e9, PCIE5),  # SXM
+    "H100-PCIe": _published(2.0e12, 80e9, PCIE5),
+    "A100-80GB": _published(2.039e12, 80e9, PCIE4),  # SXM; as a PCIe card 1.935e12
+    "A100-40GB": _published(1.555e12, 40e9, PCIE4),  # SXM and PCIe
+    "L40S": _published(0.864e12, 48e9, PCIE4),
+    "L4": _published(0.3e12, 24e9, PCIE4),
+    "A10": _published(0.6e12, 24e9, PCIE4),
+    "B200": _published(8e12, 180e9, PCIE5),  # an eighth of DGX B200's 64 TB/s and 1,440 GB; its host has PCIe 5.0
+    "RTX-4090": _published(1.008e12, 24e9, PCIE4),  # NVIDIA's Ada whitepaper: 384 bits at 21 Gbit/s
 }
 
 
@@ -78,9 +102,9 @@ def fused_layer(path: str) -> str:
     return f"{parent}.{FUSED.get(leaf, leaf)}"
 
 
-def fused_layers(targets: Iterable[Target]) -> int:
-    """How many layers of a model launch ops, but for the vocabulary's."""
-    return len({fused_layer(t.path) for t in targets if t.kind not in ("head", "embedding")})
+def fused_layers(targets: Iterable[Target]) -> list[int]:
+    """How many projections each layer has that launches ops, but for the vocabulary's."""
+    return [*Counter(fused_layer(t.path) for t in targets if t.kind not in ("head", "embedding")).values()]
 
 
 def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
@@ -93,13 +117,14 @@ def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
     return sum(tenant.own for tenant in tenants) + looked_up + sum(sets.values())
 
 
-def launches_of_step(tenants: Iterable[Cost], layers: int) -> int:
-    """Launches of the batch's graph variant beyond the base's: shrink and expand, 2 for shared sets, 1 to rotate."""
+def launches_of_step(tenants: Iterable[Cost], layers: Iterable[int]) -> int:
+    """Launches of the batch's graph variant between the base's; ``layers`` as :func:`fused_layers` gives them."""
     live = 0
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    return layers * (2 * bool(variant & DELTA) + 2 * bool(variant & SHARED) + bool(variant & ROTATED))
+    expand, rotate = bool(variant & (DELTA | SHARED)), bool(variant & ROTATED)
+    return sum(expand + rotate + (rotate and projections > 1) for projections in layers)
 
 
 def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:
@@ -108,39 +133,63 @@ def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:
 
 
 def measure() -> Gpu:
-    """The current CUDA device: one large streaming read, dependent launches of an almost empty kernel in a graph, and a
-    copy from pinned memory. RuntimeError without one."""
+    """The current CUDA device: one large streaming read, an almost empty kernel behind each GEMM of 16 rows in a graph,
+    and a copy from pinned memory. RuntimeError without one, or if it is too busy or too full to tell."""
     import torch
 
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA GPU to measure")
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    large = torch.zeros(min(2 << 30, memory // 8) // 4, device="cuda")
-    pinned, landing = torch.zeros(256 << 20, dtype=torch.uint8).pin_memory(), large.view(torch.uint8)[: 256 << 20]
-    word, graph, launches = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph(), 1000
-    word.add_(1)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            word.add_(1)
+    width, free = 4096, torch.cuda.mem_get_info()[0]
+    count = min(2 << 30, free // 4) // (2 * width * width)
+    if not count:
+        raise RuntimeError(f"only {free >> 20} MiB of the GPU's memory are free")
+    weights = torch.zeros(count, width, width, dtype=torch.float16, device="cuda")
+    x, y = weights.new_zeros(16, width), weights.new_zeros(16, width)
+    word, words = torch.zeros(1, device="cuda"), weights.view(torch.float32)
+    landing = weights.view(torch.uint8).flatten()[: 256 << 20]
+    pinned = torch.zeros(landing.shape, dtype=torch.uint8, pin_memory=True)
+
+    def layers(launch: bool) -> None:
+        for weight in weights:
+            torch.mm(x, weight.T, out=y)
+            if launch:
+                word.add_(1)
+
+    alone, followed = (_seconds(_captured(layers, launch).replay) for launch in (False, True))
+    if followed <= alone:
+        raise RuntimeError("the GPU is too busy to be measured")
     return Gpu(
-        read=large.nbytes / _seconds(lambda: large.sum()),
-        launch=_seconds(graph.replay) / launches,
-        memory=memory,
+        read=weights.nbytes / _seconds(words.sum),
+        launch=(followed - alone) / count,
+        memory=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         host=pinned.nbytes / _seconds(lambda: landing.copy_(pinned, non_blocking=True)),
+        source=MEASURED,
     )
 
 
+def _captured(work, *arguments):
+    """A CUDA graph of it."""
+    import torch
+
+    work(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work(*arguments)
+    return graph
+
+
 def _seconds(work, repeats: int = 10) -> float:
-    """The best of several runs, the first of which is not timed."""
+    """The best of several runs, each queued behind another one: the device does not wait for the host."""
     import torch
 
     best = float("inf")
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        work()
         begin.record()
         work()
         end.record()
         end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3) if repeat else best
+        best = min(best, begin.elapsed_time(end) / 1e3)
     return best

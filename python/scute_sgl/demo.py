@@ -174,20 +174,26 @@ def table(rows: list[dict]) -> str:
 
 
 class Server:
-    """``sglang.launch_server`` with the scute backend on a free loopback port, for the length of a with block."""
+    """``sglang.launch_server`` with a LoRA backend on a free loopback port, for the length of a with block."""
 
-    def __init__(self, model: Path, log: Path, flags: list[str], start_seconds: float = START_SECONDS):
+    def __init__(
+        self, model: Path, log: Path, flags: list[str], start_seconds: float = START_SECONDS,
+        backend: str = "scute", environment: dict[str, str] | None = None,
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.model, self.log, self.flags, self.start_seconds = model, log, flags, start_seconds
+        self.backend, self.environment = backend, os.environ | (environment or {})
 
     def __enter__(self) -> Server:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), *self.flags]
-        command += ["--enable-lora", "--lora-backend", "scute"]
+        command += ["--enable-lora", "--lora-backend", self.backend]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.environment, start_new_session=True
+            )
         deadline = time.monotonic() + self.start_seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             try:

@@ -22,6 +22,8 @@ from scute_sgl import console
 from scute_sgl.console import above_0, picture, positive, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from scute_sgl.load_client import Outcome
 
 PROFILES = {"decode": (128, 256), "prefill": (2048, 16)}  # mean tokens in and out
@@ -80,7 +82,8 @@ def run(args) -> int:
         if len(set(args.tenants or ())) < len(args.tenants or ()):
             raise ValueError("--tenants: want each name once; popularity follows their order")
         _check_size(args)
-        rows = asyncio.run(measure(urls, args))
+        rows: list[dict] = []
+        asyncio.run(measure(urls, args, rows.append))
     except (OSError, ValueError, RuntimeError) as error:
         say(f"scute bench load: {error or type(error).__name__}")
         return 2
@@ -102,8 +105,8 @@ def _check_size(args) -> None:
         raise ValueError(f"--input {args.input}: want at most {MOST_INPUT:,}")
 
 
-async def measure(urls: list[str], args) -> list[dict]:
-    """A row for every rate and server; servers take turns, for they may share a machine."""
+async def measure(urls: list[str], args, add: Callable[[dict], None]) -> None:
+    """``add`` a row for every rate and server, as they come; servers take turns, for they may share a machine."""
     from scute_sgl import load_client as client
 
     input, output = args.input or PROFILES[args.profile][0], args.output or PROFILES[args.profile][1]
@@ -112,7 +115,6 @@ async def measure(urls: list[str], args) -> list[dict]:
     for url in urls:
         say(f"{url}: warming up, one request for each tenant")
         await client.warm_up(url, tenants, input, args.timeout)
-    rows = []
     for rate in sorted(set(args.rates)):
         calls = client.draw(rate, args.seconds, tenants, args.popularity, input, output, args.seed)
         for url in urls:
@@ -120,12 +122,12 @@ async def measure(urls: list[str], args) -> list[dict]:
             outcomes = await client.drive(url, calls, (args.seed, rate), args.timeout)
             facts = {"url": url, "rate": rate, "tenants": len(tenants), "popularity": args.popularity}
             facts |= {"input": input, "output": output}
-            rows.append(facts | summary(outcomes, args.slo_first, args.slo_token))
-            if rows[-1]["first_error"]:
-                say(f"{rows[-1]['errors']} errors, such as: {rows[-1]['first_error']}")
-            if (late := rows[-1]["client_late_ms_p99"] or 0) > LATE_MS:
+            row = facts | summary(outcomes, args.slo_first, args.slo_token)
+            if row["first_error"]:
+                say(f"{row['errors']} errors, such as: {row['first_error']}")
+            if (late := row["client_late_ms_p99"] or 0) > LATE_MS:
                 say(f"this client sent 1% of them over {late:.0f} ms late; it needs a less busy machine")
-    return rows
+            add(row)
 
 
 def percentile(values: list[float], percent: float) -> float | None:
@@ -181,24 +183,27 @@ def table(rows: list[dict], best: list[dict]) -> str:
 
 def plot(rows: list[dict], args) -> None:
     """Latencies and attainment over the rate, a line for each server."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    figure, rows_of = Figure(figsize=(12, 3.6), layout="constrained"), {}
+    for row in rows:
+        rows_of.setdefault(row["url"], []).append(row)
+    draw(figure.subplots(1, 3), rows_of, args)
+    figure.savefig(args.plot, dpi=150)
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for color, url in enumerate(dict.fromkeys(row["url"] for row in rows)):
-        mine = [row for row in rows if row["url"] == url]
-        rates = [row["rate"] for row in mine]
+
+def draw(panels: Sequence, rows_of: dict[str, list[dict]], args) -> None:
+    """Three matplotlib axes: TTFT, TPOT and attainment of each server's rows, in the order of their rates."""
+    for color, (server, rows) in enumerate(rows_of.items()):
+        rates = [row["rate"] for row in rows]
         for panel, what in zip(panels, ("ttft", "tpot")):
             for p, style in ((50, "-"), (99, "--")):
-                values = [math.nan if row[f"{what}_ms_p{p}"] is None else row[f"{what}_ms_p{p}"] for row in mine]
-                panel.plot(rates, values, style, marker=".", color=f"C{color}", label=f"{url} p{p}")
-        attained = [math.nan if row["attainment"] is None else 100 * row["attainment"] for row in mine]
-        panels[2].plot(rates, attained, marker=".", color=f"C{color}", label=url)
+                values = [math.nan if row[f"{what}_ms_p{p}"] is None else row[f"{what}_ms_p{p}"] for row in rows]
+                panel.plot(rates, values, style, marker=".", color=f"C{color}", label=f"{server} p{p}")
+        attained = [math.nan if row["attainment"] is None else 100 * row["attainment"] for row in rows]
+        panels[2].plot(rates, attained, marker=".", color=f"C{color}", label=server)
     limits = (args.slo_first, args.slo_token, 100 * GOAL)
     for panel, name, limit in zip(panels, ("TTFT, ms", "TPOT, ms", "requests that meet the SLO, %"), limits):
         panel.axhline(limit, color="gray", linewidth=0.8)
         panel.set(xlabel="requests a second", ylabel=name, ylim=(0, None))
         panel.legend(fontsize="small")
-    figure.savefig(args.plot, dpi=150)

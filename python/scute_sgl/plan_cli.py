@@ -47,9 +47,9 @@ def add_parser(commands) -> None:
     parser.add_argument("--adapters", required=True, nargs="+", metavar="ADAPTER", help="as for scute inspect")
     parser.add_argument("--batch", type=int, metavar="N", help="rows of the batch; default: one for each adapter")
     parser.add_argument("--dtype", help="that the base is served in; default: what SGLang takes for the model")
-    parser.add_argument("--gpu", metavar="NAME", help=f"a known GPU, by its datasheet; default: {DEFAULT_GPU}")
+    parser.add_argument("--gpu", metavar="NAME", help=f"a known GPU; default: {DEFAULT_GPU}")
     parser.add_argument("--bandwidth", type=above_0, metavar="GB/s", help="of another GPU's memory")
-    parser.add_argument("--launch", type=above_0, metavar="US", help="of a dependent kernel launch in a CUDA graph")
+    parser.add_argument("--launch", type=above_0, metavar="US", help="of a kernel behind a GEMM in a CUDA graph")
     parser.add_argument("--memory", type=above_0, metavar="GB", help="of that GPU")
     parser.add_argument("--measure", action="store_true", help="measure the GPU of this machine instead")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw added ms against tenants: .png or .svg")
@@ -84,12 +84,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     layers = fused_layers(base.targets[0].values())
     rows = plan(tenants, args.batch or len(tenants), layers, gpu)
     print(json.dumps(rows, indent=1) if args.json else table(rows))
+    beside = sys.stderr if args.json else sys.stdout
+    print(constants(gpu), file=beside)
     for row in rows[:-1]:
         if row["bytes_step"] > row["bytes_step_lora64"]:
             print(
                 f"note: {printable(row['name'])} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes "
                 f"a step; its conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
-                file=sys.stderr if args.json else sys.stdout,
+                file=beside,
             )
     if args.plot:
         draw(args.plot, tenants, min(max(args.batch or 0, PLOTTED), DEFAULT_SLOTS), layers, gpu)
@@ -99,7 +101,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def gpu_of(args: argparse.Namespace) -> Gpu:
     """The GPU that the flags mean. ValueError for flags that do not go together or no such GPU, RuntimeError for
     --measure without one."""
-    from scute_sgl.byte_model import GPUS, PCIE4, Gpu, measure
+    from scute_sgl.byte_model import GIVEN, GPUS, PCIE4, Gpu, measure
 
     numbers = {"--bandwidth": args.bandwidth, "--launch": args.launch, "--memory": args.memory}
     given = [flag for flag, value in numbers.items() if value is not None]
@@ -118,10 +120,10 @@ def gpu_of(args: argparse.Namespace) -> Gpu:
         return by_name[name.lower()]
     if len(given) < len(numbers):
         raise ValueError(f"found {' and '.join(given)}, want {', '.join(numbers)} together")
-    return Gpu(args.bandwidth * 1e9, args.launch * 1e-6, args.memory * 1e9, PCIE4)
+    return Gpu(args.bandwidth * 1e9, args.launch * 1e-6, args.memory * 1e9, PCIE4, GIVEN)
 
 
-def plan(tenants: list[Tenant], rows: int, layers: int, gpu: Gpu) -> list[dict]:
+def plan(tenants: list[Tenant], rows: int, layers: list[int], gpu: Gpu) -> list[dict]:
     """A dict for every tenant, alone in a batch, and one for ``rows`` of all, or of those that read most."""
     from scute_sgl.byte_model import added_ms, bytes_of_step, launches_of_step
     from scute_sgl.options import gpu_arena_bytes
@@ -162,7 +164,19 @@ def table(rows: list[dict]) -> str:
     return "\n".join(columns(cells, left=2))
 
 
-def draw(file: Path, tenants: list[Tenant], most: int, layers: int, gpu: Gpu) -> None:
+def constants(gpu: Gpu) -> str:
+    """What the milliseconds were computed with, and where it comes from."""
+    from scute_sgl.byte_model import DATASHEET, GIVEN, MEASURED
+
+    launch = f"{gpu.launch * 1e6:.2f} us a launch"
+    return f"with {gpu.read / 1e9:,.0f} GB/s" + {
+        MEASURED: f" and {launch}, both measured",
+        DATASHEET: f" by the datasheet and {launch}, assumed, as measured on an H200",
+        GIVEN: f" and {launch}, as given",
+    }[gpu.source]
+
+
+def draw(file: Path, tenants: list[Tenant], most: int, layers: list[int], gpu: Gpu) -> None:
     """Added ms of batches with 1 to ``most`` tenants of one method, as large as its largest here; dashed: converted."""
     from matplotlib.figure import Figure
 
