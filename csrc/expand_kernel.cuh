@@ -4,101 +4,148 @@
 
 namespace scute::cuda {
 
-__device__ __forceinline__ void put_results(float* results, const float (&sums)[4][4], float unscale) {
+// `more`: to what earlier windows of ranks gave.
+__device__ __forceinline__ void put_results(float* results, const float (&sums)[4][4], float unscale,
+                                            bool more = false) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    results[16 * i] = (sums[i][0] + sums[i][1]) * unscale;
-    results[16 * i + 8] = (sums[i][2] + sums[i][3]) * unscale;
+    const float low = (sums[i][0] + sums[i][1]) * unscale, high = (sums[i][2] + sums[i][3]) * unscale;
+    results[16 * i] = more ? results[16 * i] + low : low;
+    results[16 * i + 8] = more ? results[16 * i + 8] + high : high;
   }
 }
 
-// One slice of a job. A product's eight columns are the high and the low parts of four tokens' v: pieces of more than
-// four rows take two products.
-template <typename T, bool kNarrow>
-__device__ __forceinline__ void expand_slice(const ExpandParams& p, const Job& job, const Weights& weights,
-                                             const Row<T>& mine, ExpandShared<T>& s, char* operands, int slice,
-                                             int unit, int end) {
+// One slice of a job, up to 16 private ranks. A product's eight columns are the high and the low parts of four tokens'
+// v: pieces of more than four rows take two products. A warp depends on no other.
+template <typename T>
+__device__ __forceinline__ void expand_narrow(const ExpandParams& p, const Job& job, const Weights& weights,
+                                              const Row<T>& mine, ExpandShared<T>& s, int slice, int unit, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int width = p.columns[slice + 1] - p.columns[slice], steps = kNarrow ? 1 : (weights.blocks + 3) / 4;
+  const int width = p.columns[slice + 1] - p.columns[slice];
   const bool many = job.rows > 4;
-  int high = -1;
-  if (many && lane / 8 + 4 < job.rows) high = (job.shared ? p.shared_perm : p.perm)[job.begin + 4 + lane / 8];
-  UnitWeights<kNarrow> w;
-  Columns<T, kNarrow> columns{static_cast<T*>(p.y) + p.columns[slice],
-                              p.y_stride,
-                              p.y_pairs,
-                              width,
-                              job.rows,
-                              mine.row,
-                              high,
-                              mine.scale,
-                              mine.bias,
-                              s};
+  const int high = many && lane / 8 + 4 < job.rows ? p.perm[job.begin + 4 + lane / 8] : -1;
+  UnitWeights<true> w;
+  Columns<T, true> columns{static_cast<T*>(p.y) + p.columns[slice],
+                           p.y_stride,
+                           p.y_pairs,
+                           width,
+                           mine.row,
+                           high,
+                           mine.scale,
+                           mine.bias,
+                           s};
   unit += warp;
-  uint2 v[2];
-  float unscale[2];
-  if constexpr (kNarrow) {
-    const bool there = t / 2 < weights.blocks;
-    const float* from = p.own.v + slice * p.own.slice + t * 4;
-    float4 low_sum = make_float4(0, 0, 0, 0), high_sum = low_sum;
-    if (there && mine.row >= 0) low_sum = *reinterpret_cast<const float4*>(from + mine.row * p.own.row);
-    w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
-    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
-    if (there && mine.row >= 0) {
+  const bool there = t / 2 < weights.blocks, low_there = there && mine.row >= 0, high_there = there && high >= 0;
+  const float* from = p.own.v + slice * p.own.slice + t * 4;
+  const float *low_from = from + mine.row * p.own.row, *high_from = from + high * p.own.row;
+  float4 low_sum = make_float4(0, 0, 0, 0), high_sum = low_sum;
+  if (low_there) low_sum = *reinterpret_cast<const float4*>(low_from);
+  if (high_there) high_sum = *reinterpret_cast<const float4*>(high_from);
+  w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
+  if (unit < end) columns.ask(0, job.rows, unit * kUnit + 2 * lane);
+  if (many) {
+#pragma unroll 2
+    for (int part = 1; part < p.own.parts; ++part) {
+      if (low_there) add(low_sum, *reinterpret_cast<const float4*>(low_from + part * p.own.part));
+      if (high_there) add(high_sum, *reinterpret_cast<const float4*>(high_from + part * p.own.part));
+    }
+  } else if (low_there) {
 #pragma unroll 4
-      for (int part = 1; part < p.own.parts; ++part)
-        add(low_sum, *reinterpret_cast<const float4*>(from + mine.row * p.own.row + part * p.own.part));
-    }
-    v[0] = narrow_operand<T>(low_sum, g % 2, unscale[0]);
-    if (many) {
-      if (there && high >= 0) high_sum = sum_parts(p.own, from + high * p.own.row);
-      v[1] = narrow_operand<T>(high_sum, g % 2, unscale[1]);
-    }
-  } else {
-    w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
-    __syncthreads();
-    if (warp == 0 && lane % 8 == 0) s.rows[lane / 8] = mine;
-    if (many && warp == 1 && lane % 8 == 0) {
-      Row<T> other = mine;
-      if (job.shared) other = shared_row<T>(p, job, 4 + lane / 8, slice);
-      other.row = high;
-      s.rows[4 + lane / 8] = other;
-    }
-    __syncthreads();
-    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
-    stage_operands<T>(p, job, slice, weights.blocks * 8, operands, s);
-    __syncthreads();
-    unscale[0] = s.unscale[t], unscale[1] = s.unscale[4 + t];
+    for (int part = 1; part < p.own.parts; ++part)
+      add(low_sum, *reinterpret_cast<const float4*>(low_from + part * p.own.part));
   }
-  operands += g / 2 * p.operand + t * 32 + g % 2 * 16;
+  float unscale[2];
+  const uint2 low = narrow_operand<T>(low_sum, g % 2, unscale[0]);
+  const uint2 highs = many ? narrow_operand<T>(high_sum, g % 2, unscale[1]) : low;
   float* results = s.results[warp];
 #pragma unroll 1
   while (unit < end) {
     const int column = unit * kUnit, next = unit + kExpandWarps;
     float sums[4][4] = {}, more[4][4] = {};
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      if constexpr (kNarrow) {
-        w.template multiply<T>(v[0], sums);
-        if (many) w.template multiply<T>(v[1], more);
-      } else {
-        w.template multiply<T>(*reinterpret_cast<const uint4*>(operands + step * 128), sums);
-        if (many) w.template multiply<T>(*reinterpret_cast<const uint4*>(operands + 4 * p.operand + step * 128), more);
-      }
-      const bool last = step + 1 == steps;
-      w.template load<T>(weights, last ? 0 : step + 1, last ? next * kUnit : column, last && next >= end ? 0 : width);
-    }
+    w.template multiply<T>(low, sums);
+    if (many) w.template multiply<T>(highs, more);
+    w.template load<T>(weights, 0, next * kUnit, next < end ? width : 0);
     put_results(results + t * kResultRow + g, sums, unscale[0]);
     if (many) put_results(results + (4 + t) * kResultRow + g, more, unscale[1]);
     __syncwarp();
 #pragma unroll 1
     for (int half = 0; half < 1 + many; ++half) {
-      if (half) columns.ask(1, column + 2 * lane);
-      columns.finish(half, column + 2 * lane, results + 2 * lane);
+      if (half) columns.ask(4, job.rows, column + 2 * lane);
+      columns.finish(4 * half, job.rows, column + 2 * lane, results + 2 * lane);
     }
     __syncwarp();
     unit = next;
-    if (unit < end) columns.ask(0, unit * kUnit + 2 * lane);
+    if (unit < end) columns.ask(0, job.rows, unit * kUnit + 2 * lane);
+  }
+}
+
+// The same for larger ranks and shared factors. A product takes 32 ranks. From 128 on, where steps would follow one
+// another for long, all warps do a unit together, each some of its ranks, and then each some of its rows.
+template <typename T>
+__device__ __forceinline__ void expand_wide(const ExpandParams& p, const Job& job, const Weights& weights,
+                                            const Row<T>& mine, ExpandShared<T>& s, char* operands, int slice, int unit,
+                                            int end) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int width = p.columns[slice + 1] - p.columns[slice], steps = (weights.blocks + 3) / 4;
+  const int split = steps < kExpandWarps ? 1 : kExpandWarps, part = warp % split, units = kExpandWarps / split;
+  // The steps of a window that are this warp's: from the first to, excluded, the last.
+  const auto mine_of = [&](int window, int part) { return window + min(kStepWindow, steps - window) * part / split; };
+  const int rows = min(kTokens, job.rows), share = kTokens / split, from = part * share, to = min(rows, from + share);
+  const bool many = rows > 4;
+  unit += warp / split;
+  UnitWeights<false> w;
+  w.template load<T>(weights, mine_of(0, part), unit * kUnit, unit < end ? width : 0);
+  __syncthreads();
+  if (warp == 0 && lane < kTokens) {
+    Row<T> row = mine;  // of a tenant of its own, but for private factors
+    if (!job.shared) row.row = lane < rows ? p.perm[job.begin + lane] : -1;
+    s.rows[lane] = row;
+  }
+  __syncthreads();
+  Columns<T, false> columns{static_cast<T*>(p.y) + p.columns[slice], p.y_stride, p.y_pairs, width, 0, 0, nullptr,
+                            nullptr, s};
+  if (unit < end) columns.ask(from, to, unit * kUnit + 2 * lane);
+  if (steps <= kStepWindow) stage_operands<T>(p, job, slice, 0, weights.blocks * 8, operands, s);
+  const char* operand = operands + g / 2 * p.operand + t * 32 + g % 2 * 16;
+  float* results = s.results[warp];
+  const float* together = s.results[warp - part];
+#pragma unroll 1
+  for (int begin = unit - warp / split; begin < end; begin += units) {  // the same for all warps
+    const bool done = unit >= end;
+    const int column = unit * kUnit, next = unit + units;
+#pragma unroll 1
+    for (int window = 0; window < max(1, steps); window += kStepWindow) {
+      if (steps > kStepWindow) {
+        __syncthreads();
+        stage_operands<T>(p, job, slice, window * 32, weights.blocks * 8, operands, s);
+      }
+      float sums[4][4] = {}, more[4][4] = {};
+      const int last = mine_of(window, part + 1), then = window + kStepWindow < steps ? window + kStepWindow : 0;
+#pragma unroll 1
+      for (int step = mine_of(window, part); step < last; ++step) {
+        const char* v = operand + (step - window) * 128;
+        w.template multiply<T>(*reinterpret_cast<const uint4*>(v), sums);
+        if (many) w.template multiply<T>(*reinterpret_cast<const uint4*>(v + 4 * p.operand), more);
+        const bool over = step + 1 == last, leave = over && then == 0;
+        w.template load<T>(weights, over ? mine_of(then, part) : step + 1, leave ? next * kUnit : column,
+                           done || (leave && next >= end) ? 0 : width);
+      }
+      put_results(results + t * kResultRow + g, sums, s.unscale[t], window > 0);
+      if (many) put_results(results + (4 + t) * kResultRow + g, more, s.unscale[4 + t], window > 0);
+    }
+    if (split > 1) __syncthreads();
+    else __syncwarp();
+    if (!done) {
+#pragma unroll 1
+      for (int token = from; token < to; token += 4) {
+        if (token > from) columns.ask(token, to, column + 2 * lane);
+        columns.finish(token, to, column + 2 * lane, together + 2 * lane, split);
+      }
+    }
+    if (split > 1) __syncthreads();
+    else __syncwarp();
+    unit = next;
+    if (unit < end) columns.ask(from, to, unit * kUnit + 2 * lane);
   }
 }
 
@@ -108,28 +155,23 @@ __global__ void __launch_bounds__(kExpandThreads, kExpandCtas) expand_kernel(con
   extern __shared__ __align__(16) char operands[];
   __shared__ ExpandShared<T> s;
   pdl_trigger();
-  const int token = threadIdx.x % 32 / 8;
 #pragma unroll 1
   for (int worker = blockIdx.x; worker < p.workers; worker += gridDim.x) {
     Job job = job_of(p, worker);
     if (job.rows == 0) break;
     if (worker == static_cast<int>(blockIdx.x)) pdl_wait();
     if (!(job.shared ? p.shared : p.own).v) continue;
+    const int token = job.shared ? threadIdx.x % kTokens : threadIdx.x % 32 / 8;
 #pragma unroll 1
     for (; job.rows > 0; job.rows -= kTokens, job.begin += kTokens) {
       for_each_slice(p, job, [&](int slice, int begin, int end) {
         Weights weights;
         Row<T> mine;
         look_up<T>(p, job, token, slice, weights, mine);
-        bool any = mine.scale || mine.bias || mine.d || (!job.shared && weights.blocks);
-        if (job.shared && job.rows > 4) {
-          const Row<T> other = shared_row<T>(p, job, token + 4, slice);
-          any |= other.scale || other.bias || other.d;
-        }
+        const bool any = mine.scale || mine.bias || mine.d || (!job.shared && weights.blocks);
         if (!__ballot_sync(~0u, any)) return;
-        if (weights.blocks <= 2 && !job.shared)
-          expand_slice<T, true>(p, job, weights, mine, s, operands, slice, begin, end);
-        else expand_slice<T, false>(p, job, weights, mine, s, operands, slice, begin, end);
+        if (weights.blocks <= 2 && !job.shared) expand_narrow<T>(p, job, weights, mine, s, slice, begin, end);
+        else expand_wide<T>(p, job, weights, mine, s, operands, slice, begin, end);
       });
     }
   }

@@ -4,8 +4,13 @@
 
 namespace scute::cuda {
 
-// Operands of a rank above 16 in shared memory: for each token [blocks of 8 ranks][high, low][8].
-__host__ __device__ __forceinline__ int operand_row(int room) { return (room + 31) / 32 * 32 * 4 + 16; }
+// Operands of a rank above 16 in shared memory: for each token [blocks of 8 ranks][high, low][8]. Those of a very large
+// rank come in windows of so many steps of 32 ranks.
+constexpr int kStepWindow = 64;
+__host__ __device__ __forceinline__ int operand_row(int room) {
+  const int steps = (room + 31) / 32;
+  return (steps < kStepWindow ? steps : kStepWindow) * 128 + 16;
+}
 
 constexpr int kResultRow = kUnit + 8;
 
@@ -57,11 +62,12 @@ __device__ __forceinline__ uint2 narrow_operand(const float4& v, bool low, float
                     pack(part_of<T>(v.z * scale, low), part_of<T>(v.w * scale, low)));
 }
 
-// More ranks, or shared factors: all rows' operands in shared memory. First the sums, then each, in place, as two
-// parts.
+// More ranks, or shared factors: all rows' operands in shared memory, of a window from rank `first` on. First the sums,
+// then each, in place, as two parts. All threads, after a barrier.
 template <typename T>
-__device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job& job, int slice, int rank8,
+__device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job& job, int slice, int first, int rank8,
                                                char* operands, ExpandShared<T>& s) {
+  rank8 = min(kStepWindow * 32, rank8 - first);
   const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows), fours = padded / 4;
   const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
 #pragma unroll 4
@@ -70,9 +76,9 @@ __device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job&
     const Row<T>& r = s.rows[token];
     float4 sum = make_float4(0, 0, 0, 0);
     if (rank < rank8 && (!job.shared || r.d)) {
-      sum = sum_parts(sums, sums.v + r.row * sums.row + slice * sums.slice + rank);
+      sum = sum_parts(sums, sums.v + r.row * sums.row + slice * sums.slice + first + rank);
       if (job.shared) {
-        const uint2 words = *reinterpret_cast<const uint2*>(r.d + rank);
+        const uint2 words = *reinterpret_cast<const uint2*>(r.d + first + rank);
         const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
         sum.x *= low.x, sum.y *= low.y, sum.z *= high.x, sum.w *= high.y;
       }
@@ -98,6 +104,7 @@ __device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job&
       __syncwarp();
     }
   }
+  __syncthreads();
 }
 
 // Two neighbouring numbers of y of which `left` are there. What is rarely run is kept out of the way: between two
@@ -119,51 +126,59 @@ struct Columns {
   T* y;  // of row 0, the slice's first column
   int64_t y_stride;
   bool pairs;
-  int width, rows;
-  int low, high;          // rows of tokens lane / 8 and 4 + lane / 8
+  int width;
+  int low, high;          // up to 16 ranks: rows of tokens lane / 8 and 4 + lane / 8
   const T *scale, *bias;  // private factors
   const ExpandShared<T>& s;
   uint32_t before[kRows], e[kRows];
 
-  __device__ __forceinline__ T* at(int half, int token, int column) const {
-    return y + __shfl_sync(~0u, half ? high : low, token * 8) * y_stride + column;
+  __device__ __forceinline__ T* at(int token, int column) const {
+    const int row = kNarrow ? __shfl_sync(~0u, token / kRows ? high : low, token % kRows * 8) : s.rows[token].row;
+    return y + row * y_stride + column;
   }
-  __device__ __forceinline__ void ask(int half, int column) {
+  // Tokens first .. first + 3 below `rows`.
+  __device__ __forceinline__ void ask(int first, int rows, int column) {
     const bool whole = pairs && column + 2 <= width;
 #pragma unroll
-    for (int token = 0; token < kRows; ++token) {
-      if (half * kRows + token >= rows) break;
-      const T* from = at(half, token, column);
-      before[token] = whole ? *reinterpret_cast<const uint32_t*>(from) : load_some(from, width - column);
+    for (int i = 0; i < kRows; ++i) {
+      if (first + i >= rows) break;
+      const T* from = at(first + i, column);
+      before[i] = whole ? *reinterpret_cast<const uint32_t*>(from) : load_some(from, width - column);
       if constexpr (!kNarrow) {
-        const T* vector = s.rows[half * kRows + token].e;
-        e[token] = vector && column < width ? *reinterpret_cast<const uint32_t*>(vector + column) : 0;
+        const T* vector = s.rows[first + i].e;
+        e[i] = vector && column < width ? *reinterpret_cast<const uint32_t*>(vector + column) : 0;
       }
     }
   }
   __device__ __forceinline__ static float2 vector(const T* v, int column, bool there) {  // the arena has room behind it
     return unpack<T>(v && there ? *reinterpret_cast<const uint32_t*>(v + column) : 0);
   }
-  __device__ __forceinline__ void finish(int half, int column, const float* results) {
+  // `results`: of token 0, from `parts` warps.
+  __device__ __forceinline__ void finish(int first, int rows, int column, const float* results, int parts = 1) {
     const bool there = column < width, whole = pairs && column + 2 <= width;
     float2 by, add;
     if constexpr (kNarrow) by = vector(scale, column, there), add = vector(bias, column, there);
 #pragma unroll
-    for (int token = 0; token < kRows; ++token) {
-      if (half * kRows + token >= rows) break;
-      float2 delta = *reinterpret_cast<const float2*>(results + (half * kRows + token) * kResultRow);
+    for (int i = 0; i < kRows; ++i) {
+      if (first + i >= rows) break;
+      const float* from = results + (first + i) * kResultRow;
+      float2 delta = *reinterpret_cast<const float2*>(from);
       if constexpr (!kNarrow) {
-        const Row<T>& r = s.rows[half * kRows + token];
+        for (int part = 1; part < parts; ++part) {
+          const float2 more = *reinterpret_cast<const float2*>(from + part * kTokens * kResultRow);
+          delta.x += more.x, delta.y += more.y;
+        }
+        const Row<T>& r = s.rows[first + i];
         by = vector(r.scale, column, there), add = vector(r.bias, column, there);
         if (r.shared) {
-          const float2 factor = unpack<T>(e[token]);
+          const float2 factor = unpack<T>(e[i]);
           delta.x = r.e ? delta.x * factor.x : 0, delta.y = r.e ? delta.y * factor.y : 0;
         }
       }
-      const float2 was = unpack<T>(before[token]);
+      const float2 was = unpack<T>(before[i]);
       const uint32_t now = pack(from_float<T>(was.x + (fmaf(was.x, by.x, delta.x) + add.x)),
                                 from_float<T>(was.y + (fmaf(was.y, by.y, delta.y) + add.y)));
-      T* to = at(half, token, column);
+      T* to = at(first + i, column);
       if (whole) *reinterpret_cast<uint32_t*>(to) = now;
       else store_some(to, now, width - column);
     }

@@ -28,6 +28,7 @@ SHAPES = [  # inputs, ranks, tenants, rows, popularity, tile_rows, split
     (1032, (1, 16, 0, 64), 600, 600, "distinct", 8, True),  # more tiles than an expand has workers
     (14336, (16,), 1, 64, "distinct", 8, True),
     (1024, (256, 8, 8, 8), 8, 32, "distinct", 8, True),  # large ranks have most of the workers
+    (1032, (4100, 24), 3, 11, "distinct", 8, True),  # a rank of several windows
     (512, (16, 64), 5, 1000, "skewed", 64, False),
     (2056, (16, 33, 128), 7, 4096, "uniform", 64, False),
     (4096, (16,), 16, 1, "distinct", 8, True),
