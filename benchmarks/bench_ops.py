@@ -213,25 +213,29 @@ def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, roo
         bench.make_plan()
     beside = torch.cuda.Stream()
 
-    def step(adapted: bool) -> None:
+    def step(*parts: str) -> None:
         """As layers.py does: what needs only the layer's input runs beside its GEMM, rotations before it."""
         main = torch.cuda.current_stream()
         for n in range(layers):
             for bench, weight in zip(benches, weights):
-                if adapted and bench.kind == "oft":
+                if "before" in parts and bench.kind == "oft":
                     bench.run("before", n)
                 beside.wait_stream(main)
                 torch.mm(bench.x, weight[n].T, out=bench.y)
-                if adapted and bench.kind != "oft":
+                if "before" in parts and bench.kind != "oft":
                     with torch.cuda.stream(beside):
                         bench.run("before", n)
                     main.wait_stream(beside)
+                if "after" in parts and bench.kind != "oft":
                     bench.run("after", n)
 
-    base, adapted = microseconds(graph_of(lambda: step(False)), graph_of(lambda: step(True)))
+    variants = ((), ("before", "after"), ("before",), ("after",))
+    base, *others = (us / 1e3 for us in microseconds(*(graph_of(lambda v=v: step(*v)) for v in variants)))
     read = sum(bench.bytes for bench in benches) * layers
-    row = {"workload": name, "op": "step", "base_ms": base / 1e3, "added_ms": (adapted - base) / 1e3, "bytes": read}
-    print(f"{name:24} step: base {base / 1e3:.3f} ms, added {row['added_ms']:.3f} ms, {read / 1e6:.0f} MB", flush=True)
+    row = {"workload": name, "op": "step", "base_ms": base, "bytes": read}
+    row |= {what: ms - base for what, ms in zip(("added_ms", "sums_alone_ms", "expand_alone_ms"), others)}
+    print(f"{name:24} step: base {base:.3f} ms, added {row['added_ms']:.3f} ms (sums alone {row['sums_alone_ms']:.3f}, "
+          f"expand alone {row['expand_alone_ms']:.3f}), {read / 1e6:.0f} MB", flush=True)  # fmt: skip
     return row
 
 
