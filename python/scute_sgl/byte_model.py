@@ -10,7 +10,8 @@ therefore those between the base's own kernels: one that expands after each GEMM
 rotates before it and one that puts the rotated projections of a fused layer side by side.
 
 Both constants come from microbenchmarks (:func:`measure`), none from an engine: ``read`` from one large streaming read,
-``launch`` from an almost empty kernel behind each of many GEMMs. Nothing stands for what a kernel computes. Activations
+``launch`` from an expand that has one row and hardly a byte to read, behind each of many GEMMs: its way from the plan to
+the tenant's table entry, its weights and its output takes longer than an empty kernel. Nothing stands for more. Activations
 are not counted: at decode they are in the cache. Nor are the launches of the two vocabulary layers and of the plan, a
 few in hundreds, nor that large batches have a GEMM for each rotated projection.
 ``scute plan`` and the benchmarks predict with this.
@@ -32,8 +33,8 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_u
 
 @dataclass(frozen=True)
 class Gpu:
-    """``read`` and ``host``: bytes/s from its own memory and, over PCIe, from the host's. ``launch``: seconds that an
-    almost empty kernel behind a GEMM adds to a replayed CUDA graph. ``memory``: bytes. ``source``: of read and launch."""
+    """``read`` and ``host``: bytes/s from its own memory and, over PCIe, from the host's. ``launch``: seconds that the
+    least work of an op behind a GEMM adds to a replayed CUDA graph. ``memory``: bytes. ``source``: of read and launch."""
 
     read: float
     launch: float
@@ -133,9 +134,11 @@ def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:
 
 
 def measure() -> Gpu:
-    """The current CUDA device: one large streaming read, an almost empty kernel behind each GEMM of 16 rows in a graph,
-    and a copy from pinned memory. RuntimeError without one, or if it is too busy or too full to tell."""
+    """The current CUDA device: one large streaming read, the smallest expand behind each GEMM of 16 rows in a graph, and
+    a copy from pinned memory. RuntimeError without one, or if it is too busy or too full to tell."""
     import torch
+
+    from scute_sgl import layout, ops
 
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA GPU to measure")
@@ -145,15 +148,25 @@ def measure() -> Gpu:
         raise RuntimeError(f"only {free >> 20} MiB of the GPU's memory are free")
     weights = torch.zeros(count, width, width, dtype=torch.float16, device="cuda")
     x, y = weights.new_zeros(16, width), weights.new_zeros(16, width)
-    word, words = torch.zeros(1, device="cuda"), weights.view(torch.float32)
+    words = weights.view(torch.float32)
+    # One tenant of rank 8 in the first of 16 rows; every layer has a table entry of its own, as in a model.
+    arena = torch.zeros(layout.RANK_STEP * width * 2, dtype=torch.uint8, device="cuda")
+    table = torch.full((1, count, layout.FIELDS), -1)
+    table[:, :, layout.B], table[:, :, layout.META] = 0, layout.pack_meta(layout.RANK_STEP)
+    row_slot = torch.tensor([0, *[-1] * 15], dtype=torch.int32)
+    slots, sets = torch.tensor([[DELTA, -1, layout.RANK_STEP]], dtype=torch.int32), torch.full((1, layout.SET_FIELDS), -1)
+    row_slot, slots, table, sets = (tensor.cuda() for tensor in (row_slot, slots, table, sets))
+    plan = torch.zeros(layout.plan_size(16), dtype=torch.int32, device="cuda")
+    ops.plan(row_slot, slots, 8, plan)
+    v = torch.zeros(1, 16, layout.RANK_STEP, device="cuda")
     landing = weights.view(torch.uint8).flatten()[: 256 << 20]
     pinned = torch.zeros(landing.shape, dtype=torch.uint8, pin_memory=True)
 
     def layers(launch: bool) -> None:
-        for weight in weights:
+        for module, weight in enumerate(weights):
             torch.mm(x, weight.T, out=y)
             if launch:
-                word.add_(1)
+                ops.expand(v, None, row_slot, arena, table, sets, plan, 8, module, [0, width], [0], y)
 
     alone, followed = (_seconds(_captured(layers, launch).replay) for launch in (False, True))
     if followed <= alone:
