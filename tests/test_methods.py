@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
+from fakes import structured
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_answers import load_peft
@@ -91,7 +92,7 @@ def normal_form(slots: Slots, x, W, b0):
     total = b0 if slots.base_bias is None else f(slots.base_bias)
     for bias in (total, None if slots.bias is None else f(slots.bias)):
         y = y if bias is None else y + bias
-    return y if slots.gain is None else y * f(slots.gain)
+    return structured(slots.structure, x, y if slots.gain is None else y * f(slots.gain))
 
 
 @torch.no_grad()

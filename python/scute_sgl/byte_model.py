@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
-from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, round_up
+from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
 from scute_sgl.slots import Folded, Target
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -94,12 +94,14 @@ def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
 
 
 def launches_of_step(tenants: Iterable[Cost], layers: int) -> int:
-    """Launches of the batch's graph variant beyond the base's: shrink and expand, 2 for shared sets, 1 to rotate."""
+    """Launches of the batch's graph variant beyond the base's: shrink and expand, 2 for shared sets, 1 to rotate, 1 for
+    structures."""
     live = 0
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    return layers * (2 * bool(variant & DELTA) + 2 * bool(variant & SHARED) + bool(variant & ROTATED))
+    single = bool(variant & ROTATED) + bool(variant & STRUCTURED)
+    return layers * (2 * bool(variant & DELTA) + 2 * bool(variant & SHARED) + single)
 
 
 def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:

@@ -138,7 +138,7 @@ SUPPORT = (
     Support(
         "LOKR", "LOKR",
         "all splits, rank and alpha patterns, any linear layer and `lm_head`",
-        "A B", "up to the layer's whole rank → A, B; alpha / r → B",
+        "S", "alpha / r → S = kron(w1, w2); w1's own factors → w1",
     ),
     Support(
         "MISS", "MISS BONE",

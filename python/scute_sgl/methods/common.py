@@ -12,7 +12,7 @@ from torch import Tensor
 from scute_sgl import names
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Adapter, Slots, Term
+from scute_sgl.slots import Adapter, Slots
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
 MAX_VALUES = 1 << 32  # of all A and B of an adapter: some methods expand a small file to far more than it holds
@@ -93,13 +93,6 @@ def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Ten
     if not all_finite(result):
         raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
     return result
-
-
-def dense(delta: Tensor) -> Term:
-    """A whole matrix (out, in) as a term of rank min(out, in)."""
-    outputs, inputs = delta.shape
-    identity = torch.eye(min(outputs, inputs), dtype=delta.dtype)
-    return Term(identity, delta) if inputs <= outputs else Term(delta, identity)
 
 
 def refuse_embedding(module: names.Module, method: str) -> None:
