@@ -13,12 +13,15 @@ import argparse
 import re
 import statistics
 from dataclasses import dataclass
+from functools import cache
+from math import isqrt
 from pathlib import Path
 
 import record
 import torch
 
-from scute_sgl import layout, ops
+from scute_sgl import layout, ops, structured
+from scute_sgl.slots import Kronecker, Mix, Sparse
 
 # name -> layers, {fused layer: (inputs, outputs of its slices)}
 MODELS = {
@@ -43,7 +46,7 @@ def fused_layers(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 class Workload:
     rows: int
     ranks: tuple[int, ...]  # one a tenant
-    kind: str = "lora"  # or vera, oft
+    kind: str = "lora"  # or vera, oft, kronecker, sparse, mix
 
 
 WORKLOADS = {
@@ -60,9 +63,34 @@ WORKLOADS = {
     "lora_r8x8_r256x8_bs16": Workload(16, (8, 256) * 8),
     "vera_r256x16_bs16": Workload(16, (256,) * 16, "vera"),
     "oft32x16_bs16": Workload(16, (32,) * 16, "oft"),
+    "kronecker_r8x16_bs16": Workload(16, (8,) * 16, "kronecker"),
+    "sparse_r32x16_bs16": Workload(16, (32,) * 16, "sparse"),  # as many values as a LoRA of that rank
+    "mix_x16_bs16": Workload(16, (8,) * 16, "mix"),
     "prefill_r16x16_2048": Workload(2048, (16,) * 16),
     "prefill_r16x16_8192": Workload(8192, (16,) * 16),
 }
+
+
+@cache
+def _kronecker(rank: int, inputs: int, outputs: int) -> Kronecker:
+    """As PEFT splits both sides: as nearly square as they can be."""
+    l, p = (max(d for d in range(1, isqrt(n) + 1) if n % d == 0) for n in (outputs, inputs))
+    return Kronecker(torch.randn(l, p), torch.randn(outputs // l, rank), torch.randn(rank, inputs // p))
+
+
+@cache
+def _sparse(rank: int, inputs: int, outputs: int) -> Sparse:
+    n = rank * (inputs + outputs)
+    places = torch.randint(outputs * inputs, (n,)).sort().values
+    return Sparse(places // inputs, places % inputs, torch.randn(n), (outputs, inputs))
+
+
+@cache
+def _mix(rank: int, inputs: int, outputs: int) -> Mix:
+    return Mix(torch.randn(outputs // 2) * 0.01, torch.randn(outputs // 2) * 0.01, 64, one_each=True)
+
+
+STRUCTURES = {"kronecker": _kronecker, "sparse": _sparse, "mix": _mix}
 
 
 class Bench:
@@ -74,7 +102,7 @@ class Bench:
         self.kind, self.outputs, self.sets = workload.kind, outputs, sets
         self.columns = [sum(outputs[:i]) for i in range(len(outputs) + 1)]
         self.tile_rows, tenants, item = (8 if workload.rows <= 256 else 64), len(workload.ranks), dtype.itemsize
-        self.size = 0
+        self.size, self.blocks = 0, []
         table = torch.full((tenants, sets * len(outputs), layout.FIELDS), -1, dtype=torch.int64)
         shared = torch.full((sets, layout.SET_FIELDS), -1, dtype=torch.int64)
         rank, read = max(workload.ranks), 0
@@ -92,6 +120,8 @@ class Bench:
                         entry[layout.A], entry[layout.B] = self._take(own * inputs * item), self._take(own * width * item)
                     elif self.kind == "vera":
                         entry[layout.D], entry[layout.E] = self._take(own * item), self._take(width * item)
+                    elif self.kind in STRUCTURES:
+                        entry[layout.STRUCTURE] = self._take_structure(own, inputs, width, item)
                     else:
                         entry[layout.ROTATION] = self._take(inputs * own * item)
                         entry[layout.META] = layout.pack_meta(0, own)
@@ -100,8 +130,9 @@ class Bench:
         values = torch.empty(self.size // item, dtype=dtype, device="cuda")
         for part in values.split(1 << 27):
             part.normal_(0, inputs**-0.5)
+        self._fill_structures(values)
         self.arena, self.table, self.shared = values.view(torch.uint8), table.cuda(), shared.cuda()
-        live = {"lora": layout.DELTA, "vera": layout.SHARED, "oft": layout.ROTATED}[self.kind]
+        live = {"lora": layout.DELTA, "vera": layout.SHARED, "oft": layout.ROTATED}.get(self.kind, layout.STRUCTURED)
         self.slots = torch.tensor([[live, 0, rank] for rank in workload.ranks], dtype=torch.int32).cuda()
         prefill = workload.rows > 256
         rows = torch.arange(workload.rows)
@@ -118,6 +149,22 @@ class Bench:
         self.size += layout.round_up(size, layout.ALIGN)
         return self.size - layout.round_up(size, layout.ALIGN)
 
+    def _take_structure(self, own: int, inputs: int, width: int, item: int) -> int:
+        """Room for a block, which is filled later: numbers would take no notice of its integers."""
+        made = STRUCTURES[self.kind](own, inputs, width)
+        sizes = [p.numel() * (item if p.is_floating_point() else p.itemsize) for p in structured.parts(made).values()]
+        begin = [self._take(size) for size in sizes][0]
+        self.blocks.append((begin, made))
+        return begin
+
+    def _fill_structures(self, values: torch.Tensor) -> None:
+        data, known = values.view(torch.uint8), {}
+        for offset, made in self.blocks:
+            for part in known.setdefault(id(made), [p.cuda() for p in structured.parts(made).values()]):
+                part = part.to(values.dtype) if part.is_floating_point() else part
+                data[offset : offset + part.nbytes] = part.contiguous().flatten().view(torch.uint8)
+                offset += layout.round_up(part.nbytes, layout.ALIGN)
+
     def make_plan(self) -> None:
         ops.plan(self.row_slot, self.slots, self.tile_rows, self.plan)
 
@@ -128,6 +175,10 @@ class Bench:
         slices, sets = len(self.outputs), self.shared[n : n + 1]
         if self.kind == "oft":
             ops.rotate(self.x, self.row_slot, slices=slices, out=self.rotated, **common)
+            return
+        if self.kind in STRUCTURES:
+            if part != "before":
+                ops.structured(self.x, self.row_slot, columns=self.columns, y=self.y, **common)
             return
         outputs = {"columns": self.columns, "out_begin": [0] * slices, "sets": sets}
         if part != "after" and self.kind == "lora":
@@ -182,7 +233,8 @@ def time_ops(
         bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype, room)
         bench.make_plan()
         line = f"{name:24} {layer:8}"
-        for part in ("before", "after") if bench.kind != "oft" else ("before",):
+        parts = {"oft": ["before"]} | dict.fromkeys(STRUCTURES, ["after"])
+        for part in parts.get(bench.kind, ["before", "after"]):
 
             def body(bench=bench, part=part):
                 for n in range(bench.sets):
@@ -190,7 +242,7 @@ def time_ops(
 
             taken = microseconds(graph_of(body))[0] / bench.sets
             share = {"before": inputs * (len(outputs) if bench.kind == "lora" else 1), "after": sum(outputs)}
-            read = bench.bytes * (share[part] / sum(share.values()) if bench.kind != "oft" else 1)
+            read = bench.bytes * (1 if bench.kind in parts else share[part] / sum(share.values()))
             row = {"workload": name, "layer": layer, "op": part, "us": taken, "bytes": read,
                    "gb_s": read / taken / 1e3, "share": read / taken / bandwidth}  # fmt: skip
             line += f" {part} {taken:6.2f} us [{row['share']:4.0%}]"

@@ -23,6 +23,9 @@ TORCH_LIBRARY(scute, m) {
       "expand(Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, "
       "int tile_rows, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
   m.def("rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
+  m.def(
+      "structured(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, Tensor(a!) y) "
+      "-> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -32,6 +35,7 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("project", TORCH_FN(scute::cpu::project));
   m.impl("expand", TORCH_FN(scute::cpu::expand));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
+  m.impl("structured", TORCH_FN(scute::cpu::structured));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -42,6 +46,7 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("project", TORCH_FN(scute::cuda::project));
   m.impl("expand", TORCH_FN(scute::cuda::expand));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
+  m.impl("structured", TORCH_FN(scute::cuda::structured));
 }
 #endif
 

@@ -157,17 +157,22 @@ inline void check_project(const at::Tensor& x, const at::Tensor& row_slot, const
   TORCH_CHECK(in_begin >= 0 && in_begin % 8 == 0, "in_begin is ", in_begin, "; want a multiple of 8");
 }
 
+// y (rows, ...), and the slices that `columns` bounds in it.
+inline void check_output(const at::Tensor& y, at::IntArrayRef columns) {
+  SCUTE_CHECK_SERVING_DTYPE(y);
+  SCUTE_CHECK_SHAPE(y, -1, -1);
+  SCUTE_CHECK_ROWS_CONTIGUOUS(y);
+  TORCH_CHECK(columns.size() >= 2, "columns has ", columns.size(), " bounds; want one more than slices");
+  TORCH_CHECK(std::is_sorted(columns.begin(), columns.end()) && columns.front() >= 0 && columns.back() <= y.size(1),
+              "columns is ", columns, "; want ascending bounds within y's ", y.size(1), " columns");
+}
+
 inline void check_expand(const std::optional<at::Tensor>& v, const std::optional<at::Tensor>& shared_v,
                          const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
                          const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows, int64_t module,
                          at::IntArrayRef columns, at::IntArrayRef out_begin, const at::Tensor& y) {
   const int64_t slices = static_cast<int64_t>(columns.size()) - 1;
-  SCUTE_CHECK_SERVING_DTYPE(y);
-  SCUTE_CHECK_SHAPE(y, -1, -1);
-  SCUTE_CHECK_ROWS_CONTIGUOUS(y);
-  TORCH_CHECK(slices >= 1, "columns has ", columns.size(), " bounds; want one more than slices");
-  TORCH_CHECK(std::is_sorted(columns.begin(), columns.end()) && columns.front() >= 0 && columns.back() <= y.size(1),
-              "columns is ", columns, "; want ascending bounds within y's ", y.size(1), " columns");
+  check_output(y, columns);
   check_row_slot(y, row_slot, y.size(0));
   check_arena(y, arena, table);
   check_sets(y, sets);
@@ -191,6 +196,18 @@ inline void check_rotate(const at::Tensor& x, const at::Tensor& row_slot, const 
   check_row_slot(x, row_slot, x.size(0));
   check_arena(x, arena, table);
   check_modules(table, module, slices);
+}
+
+inline void check_structured(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena,
+                             const at::Tensor& table, int64_t module, at::IntArrayRef columns, const at::Tensor& y) {
+  check_input(x);
+  SCUTE_CHECK_DTYPE(y, x.scalar_type());
+  SCUTE_CHECK_DEVICE(y, x);
+  SCUTE_CHECK_SHAPE(y, x.size(0), -1);
+  check_output(y, columns);
+  check_row_slot(x, row_slot, x.size(0));
+  check_arena(x, arena, table);
+  check_modules(table, module, static_cast<int64_t>(columns.size()) - 1);
 }
 
 }  // namespace scute

@@ -2,6 +2,12 @@
 #pragma once
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define SCUTE_HD __host__ __device__
+#else
+#define SCUTE_HD
+#endif
+
 namespace scute {
 
 constexpr int kRankStep = 8;
@@ -12,19 +18,36 @@ constexpr int kMaxSlices = 4;    // of a fused layer
 constexpr int kWorkers = 512;    // CTAs of an expand, which the plan shares out among the tiles
 constexpr int kTileWeight = 8;   // a tile's share grows with its tenant's rank plus this, for what every tile costs
 
-enum Live : int32_t { kDelta = 1, kShared = 2, kRotated = 4 };
+enum Live : int32_t { kDelta = 1, kShared = 2, kRotated = 4, kStructured = 8 };
 
 // One row of the device table: what a tenant does to one projection. Offsets are bytes into the arena.
 struct Entry {
-  int64_t a, b, scale, bias, d, e, rotation, meta;
+  int64_t a, b, scale, bias, d, e, rotation, meta, structure, unused;
 };
-static_assert(sizeof(Entry) == 64);
+static_assert(sizeof(Entry) % 16 == 0);  // kernels read it in 16-byte words
 
-#ifdef __CUDACC__
-#define SCUTE_HD __host__ __device__
-#else
-#define SCUTE_HD
-#endif
+// What a structured block begins with: its kind and its sizes. Everything after it begins at a multiple of kAlign.
+enum Kind : int32_t { kKronecker = 1, kSparse = 2, kMix = 3 };
+struct alignas(16) Structure {
+  int32_t kind;
+  union {
+    struct {
+      int32_t l, p, o, q, r;  // r: 0 where w2 is one matrix
+    } kronecker;
+    struct {
+      int32_t outputs, inputs, values, index_bytes;
+    } sparse;
+    struct {
+      int32_t outputs, group, one_each;  // one_each: one number for both outputs of a pair
+    } mix;
+    int32_t sizes[7];
+  };
+};
+static_assert(sizeof(Structure) == 32);
+constexpr int kAlign = 16;
+SCUTE_HD inline int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+constexpr int kKroneckerRows = 512, kKroneckerValues = 4096;  // limits of p, and of p * r
+
 SCUTE_HD inline int entry_rank(int64_t meta) { return static_cast<int>(meta & 0xffff); }
 SCUTE_HD inline int entry_block(int64_t meta) { return static_cast<int>(meta >> 16 & 0xffff); }
 SCUTE_HD inline bool entry_one_block(int64_t meta) { return meta >> 32 & 1; }

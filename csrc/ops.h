@@ -30,6 +30,9 @@ using ExpandOp = void(const std::optional<Tensor>& v, const std::optional<Tensor
 using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table, int64_t module,
                       int64_t slices, Tensor& out);
 
+using StructuredOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                          int64_t module, IntArrayRef columns, Tensor& y);
+
 namespace cpu {
 PlanOp plan;
 ShrinkOp shrink;
@@ -37,6 +40,7 @@ LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
+StructuredOp structured;
 }  // namespace cpu
 
 namespace cuda {
@@ -46,6 +50,7 @@ LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
+StructuredOp structured;
 }  // namespace cuda
 
 }  // namespace scute

@@ -3,6 +3,7 @@
 import torch
 from ops_cases import Arena, make_plan
 from ops_checks import FLOAT32_SUM, signless, ulp
+from test_ops_structured import make
 
 from scute_sgl import layout, ops, reference
 
@@ -15,7 +16,8 @@ ROTATIONS = [(32, False), (64, False), (1, False), (32, True), (None, False), (8
 class World:
     """Tenants of one fused layer, of the ``kinds``: lora with rank ``ranks[slot % len]`` or vera, and oft besides.
 
-    Of both lora and vera, even slots have the one and odd slots the other; either has scale and bias too.
+    Of both lora and vera, even slots have the one and odd slots the other; either has scale and bias too. Some have
+    structures besides, if those are among the kinds.
     """
 
     def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0):
@@ -34,6 +36,7 @@ class World:
             own = "lora" in kinds and not shared
             rank = ranks[slot % len(ranks)] if own else 0
             live = layout.DELTA * (own or shared) | layout.SHARED * shared | layout.ROTATED * ("oft" in kinds)
+            live |= layout.STRUCTURED * ("structured" in kinds)
             slots.append([live, slot // 2 % 2, layout.round_up(set_rank if shared else rank, 8)])
             for i, width in enumerate(WIDTHS):
                 entry, block, one = table[slot, i], 0, False
@@ -52,6 +55,10 @@ class World:
                     block = block or inputs
                     blocks = 1 if one else inputs // block
                     entry[layout.ROTATION] = arena.put(arena.random(blocks, block, block, std=0.1))
+                if "structured" in kinds and slot % 4:
+                    kind = ("kronecker", "split", "sparse", "mix", "pairs", "few")[(slot + i) % 6]
+                    made = make(kind, inputs, width, 1 + slot % 7, arena, slot + i)
+                    entry[layout.STRUCTURE] = arena.put_structure(made)
                 entry[layout.META] = layout.pack_meta(layout.round_up(rank, 8), block, one)
         arena.fill(layout.BLOCK)
         self.arena, self.table, self.sets = torch.cat(arena.pieces).cuda(), table.cuda(), torch.tensor(sets).cuda()

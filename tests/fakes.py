@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scute_sgl.slots import Folded, FromWeight, SharedTerm, Slots, Target, Term
+from scute_sgl.slots import Folded, FromWeight, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 64, 8, 2, 8, 128, 96
 ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -74,8 +74,8 @@ def _part(size: int, rank: int, tp: int) -> tuple[int, int]:
 def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> Slots:
     """Slots of the whole module with these parts. ``near``: as near the identity as trained vectors are (0.2%).
 
-    Names are Slots' fields, with "rotation" or "one_block" for the kinds of blocks, "terms" or "two_terms", and
-    "right", "left" or "whole" for what it takes from the weight.
+    Names are Slots' fields, with "rotation" or "one_block" for the kinds of blocks, "terms" or "two_terms", "right",
+    "left" or "whole" for what it takes from the weight, and STRUCTURES for a structure.
     """
     random = torch.Generator().manual_seed(seed + 7919 * t.module)
     spread = 2e-3 if near else 0.5
@@ -95,6 +95,8 @@ def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> S
         elif name == "shared":
             A, B = noise(5, inputs + 16), noise(outputs + 8, 5)
             made["shared"] = SharedTerm(A, B, d=noise(5, std=1), e=noise(outputs, std=1))
+        elif name in STRUCTURES:
+            made["structure"] = STRUCTURES[name](noise, inputs, outputs)
         elif name in ("right", "left", "whole"):
             made["from_weight"] = _from_weight(name, noise, inputs, outputs)
         elif name in ("scale", "gain"):
@@ -113,6 +115,37 @@ def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> S
         norms = row_norms(resolved(Slots(**made | {"magnitude": None}), t), t).float()
         made["magnitude"] = norms * (1 + noise(outputs, std=spread))
     return Slots(**made)
+
+
+def _sparse(noise, inputs: int, outputs: int, rounded: bool = False) -> Sparse:
+    rows, columns = (noise(outputs * inputs) > 0.1).view(outputs, inputs).nonzero().T
+    return Sparse(rows, columns, noise(len(rows)), (outputs, inputs), rounded)
+
+
+STRUCTURES = {  # their blocks divide every shard of FakeModel
+    "kronecker": lambda noise, i, o: Kronecker(noise(o // 4, i // 8, std=0.5), noise(4, 8, std=0.5)),
+    "split": lambda noise, i, o: Kronecker(noise(o // 8, i // 8, std=0.5), noise(8, 2, std=0.5), noise(2, 8, std=0.5)),
+    "sparse": _sparse,
+    "rounded": lambda noise, i, o: _sparse(noise, i, o, rounded=True),
+    "mix": lambda noise, i, o: Mix(1 + noise(o, std=0.2), noise(o, std=0.3), 4),
+    "pairs": lambda noise, i, o: Mix(1 + noise(o // 2, std=0.2), noise(o // 2, std=0.3), 2, one_each=True),
+}
+
+
+def structured(s, x: Tensor, y: Tensor) -> Tensor:
+    """The definition of a structure in slots.py, on y with all the rest in it. A Mix has its whole f1."""
+    if isinstance(s, Kronecker):
+        w2 = s.w2.double() if s.w2_b is None else s.w2.double() @ s.w2_b.double()
+        blocks = x.view(len(x), s.w1.shape[1], w2.shape[1])
+        return y + torch.einsum("npq,lp,oq->nlo", blocks, s.w1.double(), w2).flatten(1)
+    if isinstance(s, Sparse):
+        return y.index_add(1, s.rows, x[:, s.columns] * s.values.double())
+    if isinstance(s, Mix):
+        groups = y.view(len(y), -1, 2, s.group // 2)
+        f1, f2 = (f.double().view(-1, 2 - s.one_each, s.group // 2) for f in (s.f1, s.f2))
+        turned = torch.stack([-groups[:, :, 1], groups[:, :, 0]], dim=2)
+        return (groups * f1 + turned * f2).view_as(y)
+    return y
 
 
 def _from_weight(name: str, noise, inputs: int, outputs: int) -> FromWeight:
@@ -169,7 +202,7 @@ def apply_slots(slots: Slots, t: Target, x: Tensor) -> Tensor:
         y = y + x @ term.A.double().T @ term.B.double().T * dora
     if slots.shared is not None:
         y = y + _shared(slots.shared, x[:, : t.in_features], 0, 0, t.out_features)
-    return y if slots.gain is None else y * slots.gain.double()
+    return structured(slots.structure, x, y if slots.gain is None else y * slots.gain.double())
 
 
 def rotate(slots: Slots, x: Tensor) -> Tensor:
@@ -200,7 +233,8 @@ def apply_folded(f: Folded, t: Target, x: Tensor) -> Tensor:
         out = out + x @ f.A.double().T @ f.B.double().T
     if f.shared is not None:
         out = out + _shared(f.shared, x, t.inputs[0], *t.outputs)
-    return out
+    s = f.structure
+    return structured(replace(s, f1=1 + s.f1.double()) if isinstance(s, Mix) else s, x, out)
 
 
 def _shared(term: SharedTerm, x: Tensor, in_begin: int, out_begin: int, out_end: int) -> Tensor:

@@ -13,7 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from scute_sgl import layout, ops
+from scute_sgl import layout, ops, structured
+from scute_sgl.structured import Structure
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu"] + ["cuda"] * bool(torch.cuda.is_available() and ops.build_info()["cuda_archs"])
@@ -126,6 +127,16 @@ class Arena:
         self.fill(layout.ALIGN)
         offset = self.size
         self._append(tensor.to(self.dtype).contiguous().flatten().view(torch.uint8))
+        return offset
+
+    def put_structure(self, structure: Structure) -> int:
+        """Its block, as image.py lays it out, with NaN between its tensors."""
+        self.fill(layout.ALIGN)
+        offset = self.size
+        for part in structured.parts(structure).values():
+            part = part.to(self.dtype) if part.is_floating_point() else part
+            self._append(part.contiguous().flatten().view(torch.uint8))
+            self._append(torch.full((-self.size % layout.ALIGN,), POISON, dtype=torch.uint8))
         return offset
 
     def random(self, *shape: int, std: float = 1.0) -> Tensor:

@@ -5,7 +5,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots, row_norms
+from fakes import (
+    EMBEDDING, STRUCTURES, FakeModel, apply_folded, apply_slots, every_combination, random_slots, row_norms,
+)  # fmt: skip
 
 from scute_sgl import fold as fold_module
 from scute_sgl.errors import AdapterError
@@ -156,11 +158,40 @@ def test_results_are_float32_whatever_the_file_holds():
     )
     folded = fold(half, t)
     for field in fields(Folded):
+        if field.name == "structure":
+            continue  # not beside a magnitude
         value = getattr(folded, field.name)
         for tensor in (value.d, value.e) if isinstance(value, SharedTerm) else (value,):
             assert tensor.dtype == torch.float32
     assert folded.A.shape == (11, 64) and folded.B.shape == (64, 11)
     assert folded.shared.A is half.shared.A  # packed once, whole: no copy per module
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_its_definition_in_float32(name):
+    t = MODEL.targets()[Q_PROJ]
+    slots = random_slots(t, name, "scale", "terms", "base_bias", "rotation")
+    made = {f.name: getattr(slots.structure, f.name) for f in fields(slots.structure)}
+    numbers = {n: v.half() for n, v in made.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    slots = replace(slots, structure=replace(slots.structure, **numbers))
+    folded, x = fold(slots, t), inputs(t)
+    assert all(getattr(folded.structure, n).dtype == torch.float32 for n in numbers)
+    torch.testing.assert_close(apply_folded(folded, t, x), apply_slots(slots, t, x), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_the_base_s_dtype_loses_of_a_sparse_matrix_is_not_applied(dtype):
+    """As PEFT adds it: in bf16 a small value beside a large weight leaves nothing."""
+    model = FakeModel(dtype=dtype)
+    t = model.targets()[Q_PROJ]
+    S = random_slots(t, "rounded").structure
+    S = replace(S, values=S.values * 1e-2)
+    assert needs_base_weight(Slots(structure=S)) and not needs_base_weight(Slots(structure=replace(S, rounded=False)))
+    folded = fold(Slots(structure=S), t).structure
+    changed = t.weight().clone()
+    changed[S.rows, S.columns] = (changed[S.rows, S.columns].float() + S.values).to(dtype)
+    assert torch.equal(t.weight()[S.rows, S.columns].float() + folded.values, changed[S.rows, S.columns].float())
+    assert not folded.rounded and (folded.values == 0).any() == (dtype != torch.float32)
 
 
 @pytest.mark.parametrize("path", [Q_PROJ, EMBEDDING])

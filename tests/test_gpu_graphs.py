@@ -17,9 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 REPLAYS = int(os.environ.get("SCUTE_REPLAYS", "500"))
 ADAPTERS = [
     "lora", "lora_rank_pattern", "lora_embed_head", "dora", "dora_patterns", "ia3", "ia3_many_ff", "vera_all",
-    "vera_seed", "oft", "oft_block_share", "oft_head",
+    "vera_seed", "oft", "oft_block_share", "oft_head", "lokr",
+    "road", "shira", "supertuning_supra",
 ]  # fmt: skip
-RESIDENT = ["lora", "dora", "vera_all", "oft"]  # one for every op, so that all batches with them use one variant
+RESIDENT = ["lora", "dora", "vera_all", "oft", "lokr"]  # one for every op, so that all batches with them use one variant
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_adapters_loaded_after_capture_take_effect(worker):
 def test_replays_equal_the_same_pass_run_eagerly(worker):
     result = worker.replays(steps=REPLAYS, seed=1)
     assert result["mismatches"] == 0
-    assert len(result["steps_by_label"]) == 4, "a variant was never replayed"
+    assert len(result["steps_by_label"]) == 5, "a variant was never replayed"
 
 
 def test_a_row_does_not_depend_on_its_neighbours(worker):

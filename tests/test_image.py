@@ -1,17 +1,17 @@
 """An image holds the folded tensors in the serving dtype, costs what they cost, and refuses what does not fit."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
-from fakes import EMBEDDING, LM_HEAD, FakeModel, every_combination, random_slots
+from fakes import EMBEDDING, LM_HEAD, STRUCTURES, FakeModel, every_combination, random_slots
 from torch.nn.functional import pad
 
 from scute_sgl import layout
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.image import pack, unpack
-from scute_sgl.slots import Adapter, Folded, SharedTerm, Slots, Target
+from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, SharedTerm, Slots, Sparse, Target
 
 MODEL = FakeModel(layers=2)
 TARGETS = MODEL.targets()
@@ -37,7 +37,7 @@ def padded(tensor, dim):
 
 def as_stored(folded: Folded, dtype) -> Folded:
     """What must come back: rounded once to the serving dtype, ranks padded with zeros."""
-    stored = {f.name: getattr(folded, f.name) for f in fields(Folded) if f.name != "shared"}
+    stored = {f.name: getattr(folded, f.name) for f in fields(Folded) if f.name not in ("shared", "structure")}
     stored = {name: None if value is None else value.to(dtype).float() for name, value in stored.items()}
     if folded.A is not None:
         stored["A"], stored["B"] = padded(stored["A"], 0), padded(stored["B"], 1)
@@ -46,7 +46,12 @@ def as_stored(folded: Folded, dtype) -> Folded:
         d, e = (v.to(dtype).float() for v in (shared.d, shared.e))
         A = padded(padded(shared.A.to(dtype).float(), 0), 1)
         shared = SharedTerm(A, padded(shared.B.to(dtype).float(), 1), padded(d, 0), e)
-    return Folded(shared=shared, **stored)
+    structure = folded.structure
+    if structure is not None:
+        of = {f.name: getattr(structure, f.name) for f in fields(structure)}
+        numbers = {n: v.to(dtype).float() for n, v in of.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        structure = replace(structure, **numbers)
+    return Folded(shared=shared, structure=structure, **stored)
 
 
 def same(got, want) -> bool:
@@ -54,6 +59,8 @@ def same(got, want) -> bool:
         return got is want
     if isinstance(want, torch.Tensor):
         return torch.equal(got, want)
+    if not is_dataclass(want):
+        return got == want
     return all(same(getattr(got, f.name), getattr(want, f.name)) for f in fields(want))
 
 
@@ -64,7 +71,7 @@ def both_kinds(names: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_combination_comes_back(dtype):
-    for names in every_combination():
+    for names in every_combination() + [(name, "terms", "base_bias") for name in STRUCTURES]:
         if both_kinds(names):
             continue
         folded = folded_module(Q_PROJ, *names)
@@ -83,9 +90,10 @@ def test_embedding_and_head_come_back(path):
 
 def test_entries_name_aligned_tensors_inside_the_image():
     adapter = {path: random_slots(TARGETS[path], "terms", "scale", "bias") for path in TARGETS if "gate" not in path}
+    adapter[Q_PROJ] = random_slots(TARGETS[Q_PROJ], "terms", "sparse")
     folded = fold_adapter(Adapter("LORA", adapter), TARGETS)
     image = pack(folded, torch.bfloat16)
-    offsets = image.entries[:, : layout.META]
+    offsets = torch.cat([image.entries[:, : layout.META], image.entries[:, layout.META + 1 :]], dim=1)
     present = offsets[offsets >= 0]
     assert image.entries.shape == (max(folded) + 1, layout.FIELDS) and image.entries.dtype == torch.int64
     assert (present % layout.ALIGN == 0).all() and present.unique().numel() == present.numel()
@@ -95,7 +103,7 @@ def test_entries_name_aligned_tensors_inside_the_image():
 
 
 def test_live_bits_rank_and_meta():
-    delta, shared, rotated = layout.DELTA, layout.SHARED, layout.ROTATED
+    delta, shared, rotated, structured = layout.DELTA, layout.SHARED, layout.ROTATED, layout.STRUCTURED
     cases = {
         ("terms",): (delta, 8, layout.pack_meta(8)),
         ("two_terms",): (delta, 16, layout.pack_meta(16)),
@@ -107,6 +115,9 @@ def test_live_bits_rank_and_meta():
         ("one_block", "terms"): (delta | rotated, 8, layout.pack_meta(8, 8, True)),
         ("one_block", "gain", "shared"): (delta | shared | rotated, 8, layout.pack_meta(0, 8, True)),
         (): (0, 0, 0),
+        ("sparse",): (structured, 0, 0),
+        ("mix", "base_bias"): (delta | structured, 0, 0),
+        ("kronecker", "terms", "rotation"): (delta | rotated | structured, 8, layout.pack_meta(8, 8)),
     }
     for names, (live, rank, meta) in cases.items():
         folded = folded_module(Q_PROJ, *names)
@@ -148,6 +159,38 @@ def test_sizes_that_the_layout_cannot_hold_are_refused():
     ):
         with pytest.raises(AdapterError, match=f"bad_shape.*{hint}"):
             pack({0: (t, folded)}, torch.float16)
+
+
+def test_a_structure_costs_its_own_size_and_its_header():
+    t = wide(TARGETS[Q_PROJ], 4096, 4096)
+    places = torch.arange(40_000)
+    for s, own in (
+        (Kronecker(torch.ones(64, 64), torch.ones(64, 8), torch.ones(8, 64)), 2 * (64 * 64 + 2 * 8 * 64)),
+        (Sparse(places // 16, places % 4096, torch.ones(len(places)), (4096, 4096)), 4 * len(places) + 4 * 4097),
+        (Mix(torch.ones(4096), torch.ones(4096), 64), 2 * 2 * 4096),
+        (Mix(torch.ones(2048), torch.ones(2048), 64, one_each=True), 2 * 4096),
+    ):
+        image = pack({0: (t, Folded(structure=s))}, torch.float16)
+        assert own + 32 <= image.nbytes <= own + 32 + layout.ALIGN + layout.BLOCK
+
+
+def test_a_kronecker_product_without_room_for_its_sums_is_refused():
+    for s in (
+        Kronecker(torch.ones(1, 1024), torch.ones(8, 2)),
+        Kronecker(torch.ones(1, 512), torch.ones(64, 9), torch.ones(9, 4)),
+    ):
+        t = wide(TARGETS[Q_PROJ], s.w1.shape[1] * s.inner[1], s.inner[0])
+        with pytest.raises(AdapterError, match="too_large.*q_proj w1: found w1 of .*512 columns.*4096 columns times"):
+            pack({0: (t, Folded(structure=s))}, torch.float16)
+
+
+@pytest.mark.parametrize("name, key", [("sparse", "values"), ("mix", "f2"), ("split", "w2")])
+def test_a_structure_that_is_not_finite_in_the_serving_dtype_is_refused_by_name(name, key):
+    t = TARGETS[Q_PROJ]
+    s = fold(random_slots(t, name), t).structure
+    s = replace(s, **{key: getattr(s, key) * 1e7})
+    with pytest.raises(AdapterError, match=f"bad_config.*q_proj {key}: .*not finite in float16"):
+        pack({t.module: (t, Folded(structure=s))}, torch.float16)
 
 
 @pytest.mark.parametrize("vocabulary", [129, 130_001])

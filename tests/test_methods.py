@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
+from fakes import structured
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_answers import load_peft
@@ -30,6 +31,7 @@ ON_OTHER_BASES = {
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
         "unilora_seed", "vblora_topk", "lora_bd", "lora_qalora_head", "alora_head",
+        "lokr", "road", "road_4", "shira_seed", "supertuning_supra",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
@@ -91,7 +93,7 @@ def normal_form(slots: Slots, x, W, b0):
     total = b0 if slots.base_bias is None else f(slots.base_bias)
     for bias in (total, None if slots.bias is None else f(slots.bias)):
         y = y if bias is None else y + bias
-    return y if slots.gain is None else y * f(slots.gain)
+    return structured(slots.structure, x, y if slots.gain is None else y * f(slots.gain))
 
 
 @torch.no_grad()
@@ -146,6 +148,7 @@ def test_equals_peft(written, base_name, name):
 @pytest.mark.parametrize("name", [
     "lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share", "hra", "deft", "peanut", "glora",
     "glora_constant", "alora", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft", "waveft",
+    "lokr", "road", "shira", "supertuning",
 ])  # fmt: skip
 def test_reads_without_a_base(written, name):
     """B05: enough for inspect. VeRA's matrices, if not saved, are placeholders then."""

@@ -9,6 +9,7 @@ from make_adapters import make_base, write_adapter
 from plain_files import BANK, FILES, THETA, ones, read_changed
 from small_files import BASE, EMBED, PATH, key, lora_config, lora_tensors, read, refused
 
+from scute_sgl import layout
 from scute_sgl.checkpoint import load
 from scute_sgl.methods import METHODS, common
 from scute_sgl.slots import BaseShape
@@ -43,9 +44,31 @@ def test_lokr_products_must_fit_the_layer(monkeypatch):
         read_changed("LOKR", tensors=ones(lokr_w2_b=(1, 3)))
     with refused("unknown_key", PATH, "lokr_w1_a"):
         read_changed("LOKR", tensors=ones(lokr_w1_a=(2, 1)))
+    monkeypatch.setattr(layout, "KRONECKER_ROWS", 3)
     monkeypatch.setattr(common, "MAX_RANK", 1)
     with refused("too_large", PATH, "rank 2", "at most 1"):
         read_changed("LOKR")
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_lokr_of_more_columns_than_the_op_has_room_for_is_the_same_as_a_term(monkeypatch, split):
+    random = torch.Generator().manual_seed(0)
+    sizes = dict(lokr_w2_a=(4, 1), lokr_w2_b=(1, 4)) if split else dict(lokr_w2=(4, 4))
+    file = dict.fromkeys(FILES["LOKR"][1])
+    file |= {key(name): torch.randn(size, generator=random) for name, size in {"lokr_w1": (2, 4), **sizes}.items()}
+    thin = read_changed("LOKR", {"alpha": 3}, file).modules[PATH]
+    monkeypatch.setattr(layout, "KRONECKER_ROWS", 3)
+    fat = read_changed("LOKR", {"alpha": 3}, file).modules[PATH]
+    assert not thin.terms and fat.structure is None
+    w2 = thin.structure.w2 if thin.structure.w2_b is None else thin.structure.w2 @ thin.structure.w2_b
+    assert (thin.structure.w2_b is not None) == split
+    torch.testing.assert_close(fat.terms[0].B @ fat.terms[0].A, torch.kron(thin.structure.w1, w2))
+
+
+def test_lokr_factors_without_room_for_their_inner_sums_are_multiplied(monkeypatch):
+    monkeypatch.setattr(layout, "KRONECKER_VALUES", 3)
+    structure = read_changed("LOKR").modules[PATH].structure
+    assert structure.w2_b is None and structure.w2.shape == (4, 4)
 
 
 def test_convolutions_of_loha_and_lokr_are_refused():

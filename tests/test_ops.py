@@ -8,6 +8,7 @@ import test_ops_expand
 import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
+import test_ops_structured
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
 from torch.library import opcheck
@@ -28,6 +29,7 @@ ARGUMENTS = {
     "project": test_ops_project.arguments,
     "expand": test_ops_expand.arguments,
     "rotate": test_ops_rotate.arguments,
+    "structured": test_ops_structured.arguments,
 }
 
 

@@ -5,6 +5,7 @@ The other op tests run on the GPU too; these add shapes that are too large for t
 """
 
 import pytest
+import test_ops_structured
 import torch
 from cuda_cases import (
     COLUMNS, OUT_BEGIN, World, check, check_expand, check_project_and_expand, check_shrink_and_expand, expand_arguments,
@@ -88,6 +89,19 @@ def test_rotate(rows, dtype):
     check(given["out"], want, terms, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs, rows", [(4096, 1), (1344, 64), (1544, 700)])
+def test_structured(inputs, rows, dtype):
+    world = World(dtype, inputs, (8,), 13, "structured")
+    given = {"x": world.tensor(rows, inputs, 1), "row_slot": rows_of("uniform" if rows > 1 else "skewed", rows, 13),
+             "arena": world.arena, "table": world.table, "module": 0, "columns": COLUMNS,
+             "y": world.tensor(rows, COLUMNS[-1] + 3, 2)}  # fmt: skip
+    before, (want, terms) = given["y"].clone(), test_ops_structured.oracle(given)
+    ops.structured(**given)
+    check(given["y"].cpu(), want, terms, dtype)
+    assert torch.equal(given["y"][:, COLUMNS[-1] :], before[:, COLUMNS[-1] :])
+
+
 @pytest.mark.parametrize("tile_rows", [8, 64])
 @pytest.mark.parametrize("tenants", [1, 40, 3000])
 def test_plan_of_many_rows(tile_rows, tenants):
@@ -135,13 +149,14 @@ class Layer:
             ops.project(self.x, self.row_slot, sets=w.sets, slices=3, in_begin=8, v=self.shared_v, **common, **listed)
             ops.expand(self.v, self.shared_v, self.row_slot, sets=w.sets, columns=COLUMNS, out_begin=OUT_BEGIN,
                        y=self.y, **common, **listed)  # fmt: skip
+            ops.structured(self.x, self.row_slot, columns=COLUMNS, y=self.y, **common)
             self.x.add_(self.rotated[0], alpha=0.01)
             self.y.mul_(0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_graph_replays_are_the_eager_run(dtype):
-    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft")
+    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft structured")
     layer, generator = Layer(world, 24), torch.Generator().manual_seed(0)
     layer.step()
     torch.cuda.synchronize()
@@ -165,7 +180,7 @@ def test_graph_replays_are_the_eager_run(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile_rows", [8, 64])
 def test_neighbours_change_no_bit(dtype, tile_rows):
-    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft")
+    world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft structured")
     crowd, alone = Layer(world, 150, tile_rows), Layer(world, 150, tile_rows)
     batch = rows_of("skewed", 150, 12)
     crowd.row_slot.copy_(batch)

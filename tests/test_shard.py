@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots
+from fakes import STRUCTURES, EMBEDDING, FakeModel, apply_folded, apply_slots, every_combination, random_slots
 
 from scute_sgl import linalg
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.linalg import without_singular
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, FromWeight, Slots, Target, Term
+from scute_sgl.slots import Adapter, Folded, FromWeight, Kronecker, Mix, Slots, Sparse, Target, Term
 
 MODEL = FakeModel()
 WHOLE = MODEL.targets()
@@ -40,14 +40,16 @@ def from_shards(slots: Slots, path: str, tp: int, x: torch.Tensor) -> torch.Tens
 def combinations(kind: str) -> list[tuple[str, ...]]:
     """Each slot alone, and rich mixtures; blocks of 8 inputs divide every shard here."""
     alone = [combo for combo in every_combination() if len(combo) == 1]
+    alone += [(name,) for name in STRUCTURES if kind != "row" or name not in ("mix", "pairs")]
     rich = [
         ("two_terms", "magnitude", "bias", "gain", "rotation"),
         ("terms", "shared", "scale", "base_bias", "gain", "one_block"),
         ("terms", "magnitude", "base_bias", "bias", "input_scale"),
+        ("terms", "scale", "base_bias", "rotation", "split"),
     ]
     if kind != "embedding":
         return alone + rich
-    without = {"shared", "rotation", "one_block", "input_scale"}
+    without = {"shared", "rotation", "one_block", "input_scale", *STRUCTURES}
     return [tuple(n for n in combo if n not in without) for combo in alone + rich if set(combo) - without]
 
 
@@ -205,6 +207,45 @@ def test_a_block_that_straddles_shards_is_refused():
             shard(slots, MODEL.targets(0, 8)[O_PROJ])
 
 
+def test_a_mix_is_not_cut_through_its_sums_or_its_groups():
+    slots = random_slots(WHOLE[O_PROJ], "mix")
+    shard(slots, MODEL.targets()[O_PROJ])
+    with pytest.raises(AdapterError, match="unsupported_method.*o_proj.*a part of each sum.*--tp-size 1"):
+        shard(slots, MODEL.targets(0, 2)[O_PROJ])
+    wide = replace(random_slots(WHOLE[Q_PROJ], "mix").structure, group=16)
+    shard(Slots(structure=wide), MODEL.targets(1, 4)[Q_PROJ])
+    with pytest.raises(AdapterError, match="bad_shape.*q_proj.*groups of 16 straddle.*shards of 8 outputs"):
+        shard(Slots(structure=wide), MODEL.targets(0, 8)[Q_PROJ])
+
+
+@pytest.mark.parametrize("path, w1, w2", [(Q_PROJ, (4, 2), (16, 32)), (O_PROJ, (2, 4), (32, 16))])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_kronecker_product_that_straddles_shards_is_a_term(path, w1, w2, rank):
+    generator = torch.Generator().manual_seed(0)
+    split = [torch.randn(*shape, generator=generator) for shape in ((w2[0], rank), (rank, w2[1]))]
+    second = split if rank else [torch.randn(*w2, generator=generator)]
+    slots = Slots(structure=Kronecker(torch.randn(*w1, generator=generator), *second))
+    x = torch.randn(4, 64, dtype=torch.float64, generator=generator)
+    for tp in (4, 8):
+        parts = [shard(slots, MODEL.targets(rank, tp)[path]) for rank in range(tp)]
+        assert {part.structure is None and bool(part.terms) for part in parts} == {tp == 8}
+        got, want = from_shards(slots, path, tp, x), apply_slots(slots, WHOLE[path], x)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_a_rank_without_any_value_of_a_sparse_matrix_has_its_structure_too():
+    """Its live bits, and what each rank's arena decides by them, are the other ranks'."""
+    S = Sparse(torch.tensor([0, 1]), torch.tensor([5, 6]), torch.ones(2), (64, 64))
+    part = shard(Slots(structure=S), MODEL.targets(1, 2)[Q_PROJ]).structure
+    assert part.shape == (32, 64) and len(part.values) == len(part.rows) == 0
+
+
+def test_what_a_structure_cannot_be_beside_is_refused():
+    for name in ("magnitude", "gain"):
+        with pytest.raises(AdapterError, match="unsupported_method.*q_proj.*magnitude or a gain beside a structure"):
+            shard(random_slots(WHOLE[Q_PROJ], name, "terms", "sparse"), WHOLE[Q_PROJ])
+
+
 def test_the_one_block_stays_and_others_are_cut():
     t = MODEL.targets(3, 4)[O_PROJ]
     assert shard(Slots(rotation=torch.zeros(1, 8, 8)), t).rotation.shape == (1, 8, 8)
@@ -224,6 +265,9 @@ BAD = {
     "base_weight": dict(base_weight=torch.zeros(64, 65)),
     "rotation": dict(rotation=torch.zeros(3, 16, 16)),
     "rotation ": dict(rotation=torch.zeros(1, 24, 24)),
+    "structure": dict(structure=Kronecker(torch.zeros(8, 8), torch.zeros(8, 9))),
+    "structure ": dict(structure=Sparse(*torch.zeros(3, 1, dtype=torch.long), (64, 63))),
+    "structure  ": dict(structure=Mix(torch.zeros(33), torch.zeros(33), 2, one_each=True)),
 }
 
 
@@ -246,7 +290,7 @@ def test_shared_matrices_smaller_than_the_layer_are_refused():
 
 def test_what_an_embedding_cannot_do_is_refused():
     t: Target = WHOLE[EMBEDDING]
-    for names in ("shared", "input_scale", "rotation"):
+    for names in ("shared", "input_scale", "rotation", "kronecker"):
         with pytest.raises(AdapterError, match="unsupported_method"):
             shard(random_slots(t, names), t)
     with pytest.raises(AdapterError, match="bad_config.*want one"):

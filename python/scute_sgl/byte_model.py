@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
-from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, round_up
+from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
 from scute_sgl.slots import Folded, Target
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -124,8 +124,8 @@ def launches_of_step(tenants: Iterable[Cost], layers: Iterable[int]) -> int:
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    expand, rotate = bool(variant & (DELTA | SHARED)), bool(variant & ROTATED)
-    return sum(expand + rotate + (rotate and projections > 1) for projections in layers)
+    single = bool(variant & (DELTA | SHARED)) + bool(variant & ROTATED) + bool(variant & STRUCTURED)
+    return sum(single + (bool(variant & ROTATED) and projections > 1) for projections in layers)
 
 
 def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:

@@ -7,8 +7,9 @@
         bias'  = gain * (b - s * b0)         b = (base_bias or b0) + bias
         B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
         e'     = gain * e
+        S'     = round(W + S) - W where PEFT adds S to W in W's dtype
 
-Vectors are multiplied in float64 and rounded once to float32. Only row norms, and what resolve.py does before, read
+Vectors are multiplied in float64 and rounded once to float32. Only row norms, S', and what resolve.py does before, read
 W: on its device, a bounded number of rows at a time. All results are on the host.
 """
 
@@ -25,7 +26,8 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
+from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, Slots, Sparse, Target, Term
+from scute_sgl.structured import Structure, as_rounded
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
@@ -116,7 +118,8 @@ def fold(
 
 
 def needs_base_weight(slots: Slots) -> bool:
-    return any(slot is not None for slot in (slots.magnitude, slots.base_weight, slots.from_weight))
+    rounded = isinstance(slots.structure, Sparse) and slots.structure.rounded
+    return rounded or any(slot is not None for slot in (slots.magnitude, slots.base_weight, slots.from_weight))
 
 
 def live_slots(folded: Collection[Folded]) -> list[str]:
@@ -129,6 +132,8 @@ def live_slots(folded: Collection[Folded]) -> list[str]:
         "B": any(f.B is not None or f.shared is not None for f in folded),
         "d": any(f.shared is not None for f in folded),
         "e": any(f.shared is not None for f in folded),
+        "S": any(isinstance(f.structure, (Kronecker, Sparse)) for f in folded),
+        "mix": any(isinstance(f.structure, Mix) for f in folded),
     }
     return [name for name, is_live in found.items() if is_live]
 
@@ -150,6 +155,7 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
         bias=_shift(slots, t, product(dora, slots.scale), adds_bias),
         rotation=_rotation(slots),
         shared=shared,
+        structure=_structure(slots.structure, t),
     )
 
 
@@ -183,6 +189,16 @@ def _rotation(slots: Slots) -> Tensor | None:
         return None
     blocks = slots.rotation.double()
     return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
+
+
+def _structure(s: Structure | None, t: Target) -> Structure | None:
+    if isinstance(s, Mix):
+        return replace(s, f1=(s.f1.double() - 1).float(), f2=s.f2.float())
+    if isinstance(s, Sparse):
+        return replace(s, values=as_rounded(s, t.weight()) if s.rounded else s.values.float(), rounded=False)
+    if isinstance(s, Kronecker):
+        return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
+    return None
 
 
 def _join(terms: tuple[Term, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from scute_sgl import layout
+from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, SharedTerm, Target
+from scute_sgl.slots import Folded, Kronecker, SharedTerm, Target
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -46,7 +46,7 @@ class Image:
     data: Tensor  # uint8 on the host, a multiple of BLOCK
     entries: Tensor
     dtype: torch.dtype
-    live: int  # DELTA | SHARED | ROTATED: the ops that have work for it
+    live: int  # DELTA | SHARED | ROTATED | STRUCTURED: the ops that have work for it
     rank_max: int  # highest rank8 of its own A, B and of its shared set: the columns of v that it needs
     shared: SharedSet | None = None
 
@@ -89,6 +89,9 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
             one_block = f.rotation.dim() == 3 and f.rotation.shape[0] == 1
             offsets[layout.ROTATION] = packer.add(f.rotation, t, "rotation")
             live |= layout.ROTATED
+        if f.structure is not None:
+            offsets[layout.STRUCTURE] = packer.add_structure(f.structure, t)
+            live |= layout.STRUCTURED
         for field, offset in offsets.items():
             entries[module, field] = offset
         entries[module, layout.META] = layout.pack_meta(rank8, block, one_block)
@@ -138,7 +141,18 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
         bias=get(layout.BIAS, outputs),
         rotation=get(layout.ROTATION, *((inputs,) if block == 1 else blocks)),
         shared=shared,
+        structure=None if entry[layout.STRUCTURE] < 0 else _unpack_structure(image, entry[layout.STRUCTURE]),
     )
+
+
+def _unpack_structure(image: Image, offset: int) -> structured.Structure:
+    found = structured.unpack(image.data, offset, image.dtype)
+    wide = {f.name: value.float() for f in fields(found) if _is_number(value := getattr(found, f.name))}
+    return replace(found, **wide)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class _Packer:
@@ -149,8 +163,8 @@ class _Packer:
 
     def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
         """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
-        cast = tensor.to(self.dtype)
-        if not cast.is_meta and not all_finite(cast):
+        cast = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point() and not cast.is_meta and not all_finite(cast):
             largest = tensor.abs().max().item()
             hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
             raise AdapterError("bad_config", hint, module=t.path, key=name)
@@ -159,11 +173,19 @@ class _Packer:
         self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
         return offset
 
+    def add_structure(self, s: structured.Structure, t: Target) -> int:
+        """Offset of its block, whose tensors follow one another."""
+        if isinstance(s, Kronecker) and not structured.fits(s):
+            hint = f"found w1 of {tuple(s.w1.shape)} and {0 if s.w2_b is None else len(s.w2_b)} inner ranks"
+            want = f"want up to {layout.KRONECKER_ROWS} columns, and {layout.KRONECKER_VALUES} columns times ranks"
+            raise AdapterError("too_large", f"{hint}, {want}", module=t.path, key="w1")
+        return [self.add(part, t, name) for name, part in structured.parts(s).items()][0]
+
     def bytes(self, pin: bool) -> Tensor:
         device = "meta" if any(packed.is_meta for _, packed in self.parts) else "cpu"
         data = torch.zeros(layout.round_up(self.size, layout.BLOCK), dtype=torch.uint8, device=device, pin_memory=pin)
         for offset, packed in self.parts:
-            _view(data, offset, packed.shape, self.dtype).copy_(packed)
+            _view(data, offset, packed.shape, packed.dtype).copy_(packed)
         return data
 
 

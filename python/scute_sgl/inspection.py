@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from scute_sgl import image
+from scute_sgl import image, structured
 from scute_sgl.checkpoint import CONFIG, read_adapter, read_config
 from scute_sgl.config import Base
 from scute_sgl.errors import AdapterError, NeedsBase
 from scute_sgl.fold import fold_adapter, live_slots, needs_base_weight
 from scute_sgl.image import Image
 from scute_sgl.resolve import without_weight
-from scute_sgl.slots import Adapter, Folded, Slots, Target
+from scute_sgl.slots import Adapter, Folded, Kronecker, Slots, Target
 
 CONVERTED_RANK = 64  # of the plain LoRA that an adapter is compared with
 DTYPES = {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -106,7 +106,7 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
         values["shared_bytes"] = packed.shared.nbytes if packed.shared else 0
     if base is not None:
         values["bytes_as_lora64"] = lora_bytes(adapter.modules, base.targets, dtype)
-    elif packed is not None and all(slots.terms for slots in adapter.modules.values()):  # which have both widths
+    elif packed is not None and all(s.terms or s.structure for s in adapter.modules.values()):  # which have both widths
         values["bytes_as_lora64"] = lora_bytes(adapter.modules, [_targets_of(adapter)], dtype)
     if base is not None or all(slots.input_scale is None for slots in adapter.modules.values()):
         values["folded"] = folded_slots(adapter.modules.values(), values["live"] or ())
@@ -119,7 +119,7 @@ def folded_slots(modules: Collection[Slots], live: Collection[str]) -> list[str]
     found = {
         "m": any(slots.magnitude is not None for slots in modules),
         "gain": any(slots.gain is not None for slots in modules),
-        "W": any(slots.from_weight is not None for slots in modules),
+        "W": any(slots.from_weight is not None or getattr(slots.structure, "rounded", False) for slots in modules),
         "base bias": any(slots.base_bias is not None for slots in modules),
         "R": "R" not in live and any(slots.input_scale is not None for slots in modules),
     }
@@ -151,13 +151,17 @@ def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
     """Targets as wide as the adapter's own tensors; None if its slots depend on more of the base than widths."""
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):
+        product = s.structure if isinstance(s.structure, Kronecker) else None  # no other one tells both widths
         more = s.shared, s.from_weight, s.magnitude, s.base_weight, s.scale, s.gain, s.input_scale
+        more += (None if product else s.structure,)
         if any(slot is not None for slot in more) or any(M.is_meta for term in s.terms for M in (term.A, term.B)):
             return None
         blocks = (1, 1, 1) if s.rotation is None else s.rotation.shape
         inputs = s.terms[0].A.shape[1] if s.terms else blocks[0] * blocks[1]
         vector = next((v for v in (s.bias, s.base_bias) if v is not None), None)
         outputs = s.terms[0].B.shape[0] if s.terms else 1 if vector is None else len(vector)
+        if product:
+            outputs, inputs = structured.sizes(product)
         targets[path] = Target(
             path, number, "column", inputs, outputs, (0, inputs), (0, outputs), lambda: None,
             lambda outputs=outputs: torch.zeros(outputs),

@@ -1,6 +1,7 @@
 """The served model's layers with the batch's adapters around their GEMM.
 
     x' = rotate(x);   y = base(x');   v = shrink(x), project(x);   y = y + y * (s - 1) + b + expand(v)
+    y = structured(x, y)
 
 The sums v need the layer's input alone. Decoding makes them beside the base's GEMM, on a second stream: a GEMM of few
 rows waits for memory and leaves multiprocessors idle.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from scute_sgl import ops
 from scute_sgl.backend import DECODE_TILE, Rows, ScuteBackend
-from scute_sgl.layout import DELTA, K_CHUNK, ROTATED, SHARED
+from scute_sgl.layout import DELTA, K_CHUNK, ROTATED, SHARED, STRUCTURED
 from scute_sgl.targets import Site
 
 # A GEMM of few rows costs what reading W costs: up to here the slices' rotated inputs share one, stacked.
@@ -75,6 +76,8 @@ class Adapters:
                     self.module, self.slices, self.in_begin, shared_v,
                 )  # fmt: skip
         self._expand(rows, v, shared_v, y)
+        if live & STRUCTURED:
+            ops.structured(x, plan.row_slot, *common, self.module, self.columns, y)
         return y
 
     def _expand(self, rows: Rows, v: Tensor | None, shared_v: Tensor | None, y: Tensor) -> None:

@@ -8,10 +8,11 @@ inside a block every tensor is aligned to ALIGN bytes and stored in the serving 
     B        [rank8 / 8][out][8 ranks]
     scale, bias, d, e, diagonal R     plain vectors (d padded to rank8)
     rotation [in / b or 1][b][b]
+    structure: STRUCTURE_HEADER int32 words, a kind and its sizes, then the kind's own tensors (structured.py)
 
 rank8 is the rank rounded up to a multiple of 8, the tail filled with zeros.
 
-Device table: int64 [slots][modules][FIELDS]: byte offsets into the arena (-1: absent) and one packed word.
+Device table: int64 [slots][modules][FIELDS]: byte offsets into the arena (-1: absent) and one packed word, META.
 Slot table: int32 [slots][SLOT_FIELDS]. Shared sets: int64 [sets][SET_FIELDS].
 Plan: int32 buffer for at most n rows, see ``plan_size``; written by ``scute::plan``.
 """
@@ -27,15 +28,21 @@ RANK_STEP = 8
 K_CHUNK = 1024  # a shrink sums its inputs in chunks of this many, in order, in every batch
 
 # table[slot][module][...]
-A, B, SCALE, BIAS, D, E, ROTATION, META = range(8)
-FIELDS = 8
+A, B, SCALE, BIAS, D, E, ROTATION, META, STRUCTURE = range(9)
+FIELDS = 10  # kernels read an entry in 16-byte words, so their number is even
 # META = rank8 | rotation block size << 16 (0: none, 1: diagonal) | one block serves all << 32
 
 # slot table[slot][...]
 LIVE, SHARED_SET, RANK = range(3)  # RANK: the largest rank8 in any module
 SLOT_FIELDS = 3
 # bits of LIVE: which ops have work for this tenant
-DELTA, SHARED, ROTATED = 1, 2, 4
+DELTA, SHARED, ROTATED, STRUCTURED = 1, 2, 4, 8
+
+# the first word of a structured block
+KRONECKER, SPARSE, MIX = 1, 2, 3
+STRUCTURE_HEADER = 8
+# A Kronecker product's inner sums lie in a CTA's shared memory: limits of p, and of p * r
+KRONECKER_ROWS, KRONECKER_VALUES = 512, 4096
 
 # sets[set][...]: byte offsets of A [rank8/8][in/8][8][8] and B [rank8/8][out][8], and their sizes
 SET_A, SET_B, SET_RANK, SET_IN, SET_OUT = range(5)

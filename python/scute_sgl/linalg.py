@@ -56,6 +56,21 @@ def product(*factors: Tensor | None) -> Tensor | None:
     return result
 
 
+def dense(delta: Tensor) -> Term:
+    """A whole matrix (out, in) as a term of rank min(out, in)."""
+    outputs, inputs = delta.shape
+    identity = torch.eye(min(outputs, inputs), dtype=delta.dtype)
+    return Term(identity, delta) if inputs <= outputs else Term(delta, identity)
+
+
+def kronecker_term(first: Term, second: Term) -> Term:
+    """The Kronecker product of two matrices as a term: of both ranks' product, or of the product's own whole rank."""
+    inputs, outputs = first.A.shape[1] * second.A.shape[1], len(first.B) * len(second.B)
+    if len(first.A) * len(second.A) > min(inputs, outputs):
+        return dense(torch.kron(first.B @ first.A, second.B @ second.A))
+    return Term(torch.kron(first.A, second.A), torch.kron(first.B, second.B))
+
+
 def without_singular(W: Tensor, part: slice) -> Term:
     """What takes a part of the singular triplets out of W (out, in): minus the sum of s_k u_k v_k^T over ``part`` of
     them in ascending order, so that ``slice(-r, None)`` is the r largest.

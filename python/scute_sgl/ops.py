@@ -124,6 +124,16 @@ def rotate(
     _ops.rotate(x, row_slot, arena, table, module, slices, out)
 
 
+def structured(
+    x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, columns: Sequence[int], y: Tensor
+) -> None:
+    """y += x S^T, in float32 and rounded once, or the tenant's mix of y, where it has such a structure.
+
+    x (n, in); row_slot int32 (n,); y (n, out) of x's dtype, which expand has updated. ``columns`` as for expand.
+    """
+    _ops.structured(x, row_slot, arena, table, module, columns, y)
+
+
 def _fake(*args) -> None:
     """Nothing to allocate and nothing to infer, but one device is needed here as well."""
     devices = {str(arg.device) for arg in args if isinstance(arg, Tensor)}
@@ -131,5 +141,5 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate"):
+for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured"):
     register_fake(f"scute::{_name}", _fake)

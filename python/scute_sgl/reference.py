@@ -7,6 +7,7 @@ what they become, in float64 and unrounded; ``plan`` is integer and returns the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from math import prod
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from scute_sgl import layout
+from scute_sgl import structured as blocks
+from scute_sgl.slots import Kronecker, Sparse
 
 
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
@@ -169,6 +172,37 @@ def rotate(
                 blocks = entry.read(layout.ROTATION, 1 if entry.one_block else x.shape[1] // size, size, size)
                 out[i, row] += (x[row].double().view(-1, 1, size) @ blocks).flatten()
     return out
+
+
+def structured(
+    x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, columns: Sequence[int], y: Tensor
+) -> Tensor:
+    dtype, y = y.dtype, y.double()
+    for slot in row_slot[row_slot >= 0].unique().tolist():
+        rows = (row_slot == slot).nonzero().flatten()
+        for i, (begin, end) in enumerate(pairwise(columns)):
+            if (entry := Entry(arena, table, dtype, slot, module + i)).has(layout.STRUCTURE):
+                M, S = matrices(blocks.unpack(arena, entry.fields[layout.STRUCTURE], dtype), end - begin, x.shape[1])
+                y[rows, begin:end] = y[rows, begin:end] @ M.T + x[rows].double() @ S.T
+    return y
+
+
+def matrices(s: blocks.Structure, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """What a packed structure does: M (out, out) and S (out, in) in float64, y' = M y + S x."""
+    numbers = {f.name: v.double() for f in fields(s) if isinstance(v := getattr(s, f.name), Tensor)}
+    device = next(iter(numbers.values())).device
+    M, S = torch.eye(outputs, device=device).double(), torch.zeros(outputs, inputs, device=device).double()
+    if isinstance(s, Kronecker):
+        w2 = numbers["w2"] if s.w2_b is None else numbers["w2"] @ numbers["w2_b"]
+        return M, torch.einsum("lp,oq->lopq", numbers["w1"], w2).reshape(outputs, inputs)
+    if isinstance(s, Sparse):
+        return M, S.index_put_((s.rows, s.columns), numbers["values"])
+    half, each = s.group // 2, 1 + s.one_each
+    first = torch.arange(outputs, device=device).view(-1, 2, half)[:, 0].flatten()
+    f1, f2 = (numbers[name].view(-1, half).repeat_interleave(each, 0).flatten() for name in ("f1", "f2"))
+    M.diagonal().add_(f1)
+    M[first, first + half], M[first + half, first] = -f2[first], f2[first + half]
+    return M, S
 
 
 class Entry:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import compact, full_float32, product, times
-from scute_sgl.slots import FromWeight, Slots, Target, Term
+from scute_sgl.slots import FromWeight, Slots, Sparse, Target, Term
 
 MAX_SECONDS = 120  # of a load that no other request can interrupt; SGLang's watchdog ends a server after 300
 
@@ -92,6 +92,8 @@ def without_weight(slots: Slots, t: Target) -> Slots:
     """
     if slots.magnitude is not None:  # s, outside the terms or not, has its size
         slots = replace(slots, magnitude=None, scale=slots.magnitude)
+    if isinstance(slots.structure, Sparse):
+        slots = replace(slots, structure=replace(slots.structure, rounded=False))
     slots = replace(slots, base_weight=None)
     if (source := slots.from_weight) is None:
         return slots

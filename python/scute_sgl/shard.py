@@ -3,6 +3,7 @@
 Only ``Target.inputs`` and ``Target.outputs`` decide, so column, row, merged, replicated and KV-replicated
 layers, heads and embeddings need no cases of their own: what runs over outputs (B, e, scale, magnitude, biases,
 gain) is cut by outputs, what runs over inputs (A, input_scale, rotation blocks) by inputs. The parts are views.
+A Kronecker product is cut by its blocks; where they straddle shards it becomes the low-rank term that it is.
 
 Every shape is checked against the whole module here, so that a wrong tensor is refused and never cut askew.
 """
@@ -13,8 +14,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from scute_sgl import structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import SharedTerm, Slots, Target, Term
+from scute_sgl.slots import Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -24,15 +26,20 @@ def shard(slots: Slots, t: Target) -> Slots:
     ``base_weight`` lies as the base stores it: (out, in), for an embedding (vocabulary, out).
     """
     assert slots.from_weight is None, "resolve.py comes first"
-    if t.kind == "embedding" and (slots.shared or slots.input_scale is not None or slots.rotation is not None):
+    elsewhere = slots.shared, slots.input_scale, slots.rotation, slots.structure
+    if t.kind == "embedding" and any(slot is not None for slot in elsewhere):
         raise AdapterError("unsupported_method", "an embedding takes A, B, scale and bias only", module=t.path)
     if slots.input_scale is not None and slots.rotation is not None:
         raise AdapterError("bad_config", "found both an input scale and a rotation, want one", module=t.path)
+    if slots.structure is not None and (slots.magnitude is not None or slots.gain is not None):
+        raise AdapterError("unsupported_method", "has a magnitude or a gain beside a structure", module=t.path)
+    terms, structure = _structure(slots.structure, t)
     weight_axes = ("in", "out") if t.kind == "embedding" else ("out", "in")
     by_outputs = ("scale", "magnitude", "bias", "base_bias", "gain")
     return replace(
         slots,
-        terms=tuple(_term(term, t) for term in slots.terms),
+        terms=tuple(_term(term, t) for term in slots.terms + terms),
+        structure=structure,
         shared=slots.shared and _shared(slots.shared, t),
         rotation=None if slots.rotation is None else _rotation(slots.rotation, t),
         input_scale=_cut(slots.input_scale, t, "input_scale", "in"),
@@ -82,6 +89,42 @@ def _rotation(blocks: Tensor, t: Target) -> Tensor:
         hint = f"rotation blocks of {size} inputs straddle the tensor-parallel shards of {end - begin} inputs"
         raise AdapterError("bad_shape", hint, module=t.path, key="rotation")
     return blocks if count == 1 else blocks[begin // size : end // size]
+
+
+def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, ...], structured.Structure | None]:
+    """This rank's part of a structure, or the whole module's terms that stand for it."""
+    if s is None:
+        return (), None
+    outputs, inputs = structured.sizes(s)
+    if outputs != t.out_features or inputs not in (None, t.in_features):
+        raise _bad_shape(t, "structure", (outputs, inputs), (t.out_features, t.in_features))
+    if isinstance(s, Kronecker):
+        (rows, over_rows), (columns, over_columns) = (
+            ((begin // size, end // size), begin % size or end % size)
+            for (begin, end), size in zip((t.outputs, t.inputs), s.inner)
+        )
+        if over_rows or over_columns:
+            return (structured.as_term(s),), None
+        return (), replace(s, w1=s.w1[slice(*rows), slice(*columns)])
+    if isinstance(s, Sparse):
+        own = (s.rows >= t.outputs[0]) & (s.rows < t.outputs[1])
+        own &= (s.columns >= t.inputs[0]) & (s.columns < t.inputs[1])
+        shape = t.outputs[1] - t.outputs[0], t.inputs[1] - t.inputs[0]
+        rows, columns = s.rows[own] - t.outputs[0], s.columns[own] - t.inputs[0]
+        return (), replace(s, rows=rows, columns=columns, values=s.values[own], shape=shape)
+    return (), _mix(s, t)
+
+
+def _mix(s: Mix, t: Target) -> Mix:
+    if t.inputs != (0, t.in_features):
+        hint = "it mixes outputs, of which every rank has a part of each sum; want --tp-size 1, or other target_modules"
+        raise AdapterError("unsupported_method", hint, module=t.path)
+    begin, end = t.outputs
+    if s.group < 2 or s.group % 2 or begin % s.group or end % s.group:
+        hint = f"pairs in groups of {s.group} straddle the tensor-parallel shards of {end - begin} outputs"
+        raise AdapterError("bad_shape", hint, module=t.path)
+    own = slice(begin // (1 + s.one_each), end // (1 + s.one_each))
+    return replace(s, f1=s.f1[own], f2=s.f2[own])
 
 
 def _bad_shape(t: Target, key: str, found: object, want: object) -> AdapterError:

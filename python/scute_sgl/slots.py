@@ -1,13 +1,15 @@
 """The normal form: what one adapter does to one linear layer.
 
-    F(x) = gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k )
+    F(x) = mix( gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k + x S^T ) )
 
-x is a row vector, W is the base weight transposed to (in, out). The low-rank terms take the input before
-R and are not scaled by s. ``b`` is the total bias, the base's included. An absent slot is the identity.
+x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product or a
+sparse matrix, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
+takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
 
     y' = y + y * scale + bias + v B^T  (+ ((x A_s^T) * d) B_s^T * e),   v = x A^T,   y from x + x (R - I)
+    y'' = y' + x S^T, or mix(y')
 
 ``Folded.scale`` is s - 1 and ``Folded.rotation`` is R - I: trained values lie so near the identity that a
 16-bit s would round to 1.
@@ -47,6 +49,50 @@ class SharedTerm:
 
 
 @dataclass(frozen=True)
+class Kronecker:
+    """S = kron(w1, w2), so that (x S^T)[l, o] = sum over p, q of w1[l, p] x[p, q] w2[o, q].
+
+    w1 (l, p), w2 (o, q); with w2_b (r, q) the second matrix is w2 @ w2_b and w2 is (o, r).
+    """
+
+    w1: Tensor
+    w2: Tensor
+    w2_b: Tensor | None = None
+
+    @property
+    def inner(self) -> tuple[int, int]:
+        """(o, q)"""
+        return len(self.w2), (self.w2 if self.w2_b is None else self.w2_b).shape[1]
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """S (out, in) = ``shape`` with values (n,) at rows and columns, int64 (n,): in the order of rows, no place twice.
+
+    ``rounded``: PEFT adds the values to W in W's own dtype, so that what it applies is round(W + value) - W.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+    shape: tuple[int, int]
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Output a and output a + group / 2 of each group of outputs are a pair: y * f1 + (-second, first) * f2.
+
+    f1 and f2 are (out,), or with ``one_each`` (out / 2,), the same for both of a pair.
+    """
+
+    f1: Tensor
+    f2: Tensor
+    group: int
+    one_each: bool = False
+
+
+@dataclass(frozen=True)
 class FromWeight:
     """Terms and a bias that depend on the base weight W (out, in), which only the fold sees.
 
@@ -78,6 +124,7 @@ class Slots:
     gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
+    structure: Kronecker | Sparse | Mix | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +133,7 @@ class Folded:
 
     A (rank, in), B (out, rank), scale = s - 1 (out,), bias (out,) added after scaling (b - s * base bias),
     rotation = R - I as (in / b or 1, b, b) blocks, or (in,) for a diagonal R (input_scale - 1).
-    ``shared`` keeps its matrices whole; its d and e are this rank's.
+    ``shared`` keeps its matrices whole; its d and e are this rank's. A ``structure`` is this rank's, a Mix with f1 - 1.
     """
 
     A: Tensor | None = None
@@ -95,6 +142,7 @@ class Folded:
     bias: Tensor | None = None
     rotation: Tensor | None = None
     shared: SharedTerm | None = None
+    structure: Kronecker | Sparse | Mix | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from scute_sgl.linalg import dense
 from scute_sgl.methods import common
 from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
@@ -35,7 +36,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         if len(a1) != len(a2) or b1.shape != b2.shape:  # possible without a base
             raise module.error("bad_shape", "hada_w2_a", "the two products differ in shape, want equal ones")
         if r * r > min(len(a1), b1.shape[1]):
-            return Slots(terms=(common.dense((a1 @ b1) * (a2 @ b2)),))
+            return Slots(terms=(dense((a1 @ b1) * (a2 @ b2)),))
         A = (b1[:, None] * b2).flatten(0, 1)
         B = (a1[:, :, None] * a2[:, None]).flatten(1)
         return Slots(terms=(Term(A, B),))

@@ -1,20 +1,21 @@
 """LoKr: the Kronecker product of two small matrices, either of which may be a low-rank product.
 
-    F(x) = x W + b + (x A^T) B^T,   B A = alpha / r * kron(w1, w2),   w = w_a w_b where the file splits it
+    F(x) = x W + b + x S^T,   S = alpha / r * kron(w1, w2),   w = w_a w_b where the file splits it
 
-Folded: with w1 = B1 A1 and w2 = B2 A2, A = kron(A1, A2) and B = kron(B1, B2) of rank(w1) * rank(w2); a matrix that is
-not split is itself times an identity. Where that is more than the layer's own rank, the product itself is kept. The
-folded form is exact but has far more values than the file. What decompose_both and decompose_factor decide shows in
-the tensors' names and shapes; the scale alpha / r holds even where nothing has rank r.
+w1 is kept whole, w2 whole or split, whichever has fewer values: no more than the file, but for a w1 that it splits.
+What decompose_both and decompose_factor decide shows in the tensors' names and shapes; the scale alpha / r holds even
+where nothing has rank r. A w1 of more columns than the op has room for, and a product whose blocks straddle
+tensor-parallel shards, is a low-rank term: with w1 = B1 A1 and w2 = B2 A2, A = kron(A1, A2) and B = kron(B1, B2).
 
 Checked against peft/tuners/lokr/layer.py of PEFT 0.21.2.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from scute_sgl import structured
+from scute_sgl.linalg import dense, kronecker_term
 from scute_sgl.methods import common
 from scute_sgl.names import Module, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
@@ -41,13 +42,13 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
             hint = f"found a product of {inputs} inputs and {outputs} outputs, want {want}"
             raise module.error("bad_shape", "lokr_w1", hint)
         first = Term(first.A, common.scaled(first.B, scale, module, "lokr_w1"))
-        rank = len(first.A) * len(second.A)
-        if min(rank, inputs, outputs) > common.MAX_RANK:
-            hint = f"folded it has rank {min(rank, inputs, outputs)}, want at most {common.MAX_RANK}"
+        if (product := structured.kronecker(first, second)) is not None:
+            return Slots(structure=product)
+        rank = min(len(first.A) * len(second.A), inputs, outputs)
+        if rank > common.MAX_RANK:
+            hint = f"folded it has rank {rank}, want at most {common.MAX_RANK}"
             raise module.error("too_large", "lokr_w1", hint)
-        if rank > min(inputs, outputs):
-            return Slots(terms=(common.dense(torch.kron(first.B @ first.A, second.B @ second.A)),))
-        return Slots(terms=(Term(torch.kron(first.A, second.A), torch.kron(first.B, second.B)),))
+        return Slots(terms=(kronecker_term(first, second),))
 
     modules, _ = group(tensors, base, PARAMETERS)
     return common.build("LOKR", config, modules, read_one)
@@ -61,4 +62,4 @@ def _factor(module: Module, name: str, r: int) -> Term:
         if r < min(len(B), A.shape[1]):
             return Term(A, B)
         whole = B @ A
-    return common.dense(common.wide(whole))
+    return dense(common.wide(whole))
