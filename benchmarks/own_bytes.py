@@ -1,4 +1,4 @@
-"""What an adapter of every served method occupies for one 4096 x 4096 projection, in float16, beside a LoRA of rank 64.
+"""What an adapter of every served method occupies for one 4096 x 4096 projection, or the norm before it, in float16, beside a LoRA of rank 64.
 
     python benchmarks/own_bytes.py --out benchmarks/results/own_bytes.json
 
@@ -26,7 +26,7 @@ from scute_sgl.pool import Pool
 from scute_sgl.slots import BaseShape, Target
 
 SIDE, ARENA = 4096, 1 << 29
-PATH = "model.layers.0.self_attn.q_proj"
+PATH, NORM = "model.layers.0.self_attn.q_proj", "model.layers.0.input_layernorm"
 SHARED = ("vera_A", "vera_B", "pvera_A", "pvera_B")  # of a checkpoint, kept once for all adapters
 LORA64 = peft.LoraConfig(r=64)
 DEFAULTS = {
@@ -36,6 +36,7 @@ DEFAULTS = {
     "OLORA": peft.LoraConfig(init_lora_weights="olora"),
     "KASA": peft.LoraConfig(kasa_config=peft.KasaConfig()),
     "IA3": peft.IA3Config(feedforward_modules=[]),
+    "LN_TUNING": peft.LNTuningConfig(),
     "VERA": peft.VeraConfig(),
     "PVERA": peft.PveraConfig(),
     "FOURIERFT": peft.FourierFTConfig(),
@@ -81,7 +82,7 @@ FAT = {
 
 
 class Base(torch.nn.Module):
-    """A base model of one layer."""
+    """A base model of one layer, and the norm before it."""
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
@@ -93,19 +94,23 @@ class Base(torch.nn.Module):
         layer = torch.nn.Linear(SIDE, SIDE, bias=False)
         layer.weight.data = weight.clone()
         inner.add_module(names[-1], layer)
+        self.get_submodule(NORM.rpartition(".")[0]).add_module(NORM.rpartition(".")[2], torch.nn.RMSNorm(SIDE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule(PATH)(x)
+        return self.get_submodule(PATH)(self.get_submodule(NORM)(x))
 
 
 def measure(config: peft.PeftConfig, weight: torch.Tensor, folder: Path) -> dict:
     """Bytes in the arena of one adapter, of its shared matrices, and of its own tensors in the file."""
-    config.target_modules = ["q_proj"]
+    config.target_modules = [NORM if config.peft_type == "LN_TUNING" else PATH]
     torch.manual_seed(0)
     peft.get_peft_model(Base(weight), config).save_pretrained(folder)
-    shapes = BaseShape({PATH: (SIDE, SIDE)}, dtype=torch.float16, vocab_size=0)
+    shapes = BaseShape({PATH: (SIDE, SIDE)}, dtype=torch.float16, vocab_size=0, norms={NORM: SIDE})
     whole = (0, SIDE)
-    target = Target(PATH, 0, "column", SIDE, SIDE, whole, whole, weight=lambda: weight, bias=lambda: None)
+    target = Target(
+        PATH, 0, "column", SIDE, SIDE, whole, whole, weight=lambda: weight, bias=lambda: None,
+        norm=NORM, norm_weight=lambda: torch.ones(SIDE),
+    )  # fmt: skip
     packed = image.pack(fold_adapter(read_adapter(folder, shapes), {PATH: target}), torch.float16)
     pool = Pool(ARENA, 1, 1, "cpu", torch.float16)
     pool.register("adapter", packed)

@@ -10,6 +10,7 @@ import make_adapters
 import pytest
 import torch
 import transformers
+from adapters_embed import WITH_NORMS
 from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -17,6 +18,7 @@ from peft_answers import load_peft
 from small_files import refused
 
 from scute_sgl import checkpoint
+from scute_sgl.config import read_base
 from scute_sgl.methods import METHODS, peanut
 from scute_sgl.slots import BaseShape, Slots
 
@@ -29,8 +31,9 @@ ON_OTHER_BASES = {
         "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none",
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
-        "unilora_seed", "vblora_topk", "lora_bd",
+        "unilora_seed", "vblora_topk", "lora_bd", "ln_tuning", "ln_tuning_default",
     ],
+    "llama_norms": ["ln_tuning", "ln_tuning_saves", *WITH_NORMS],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
 # What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
@@ -62,7 +65,8 @@ def shape_of(base_dir, dtype=torch.float32) -> BaseShape:
             shapes[path] = (module.in_features, module.out_features)
         elif isinstance(module, torch.nn.Embedding):
             shapes[path] = (module.num_embeddings, module.embedding_dim)
-    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size)
+    norms = read_base(base_dir, dtype).shape.norms
+    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size, norms=norms)
 
 
 def normal_form(slots: Slots, x, W, b0):
@@ -99,8 +103,14 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
     model = load_peft(base_dir, adapter_dir, dtype=torch.float32).to(dtype)
     fresh = load_peft(base_dir, None)
     generator = torch.Generator().manual_seed(0)
-    changed = 0
-    for path in shape_of(base_dir):
+    changed, shape = 0, shape_of(base_dir)
+    for path in shape.norms:
+        theirs, before = model.get_submodule("base_model.model." + path), fresh.get_submodule(path).weight
+        x = torch.randn(16, len(before), generator=generator)
+        got = torch.nn.functional.rms_norm(x.double(), before.shape, adapter.norms.get(path, before).double(), 1e-6)
+        assert ((got - theirs(x.to(dtype)).double()).abs().max() / got.abs().max()).item() <= max(tolerance, 1e-6), path
+        changed = max(changed, (adapter.norms.get(path, before) - before).abs().max().item())
+    for path in shape:
         theirs, own = model.get_submodule("base_model.model." + path), fresh.get_submodule(path)
         if path not in adapter.modules:
             assert not isinstance(theirs, BaseTunerLayer), f"{path} was dropped"

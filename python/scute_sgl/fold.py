@@ -5,6 +5,8 @@
         s      = scale * dora                dora = magnitude / ||row of (W + sum_k B_k A_k)||
         scale' = s * gain - 1                the identity is dropped, because 16 bits keep s - 1 but not s
         bias'  = gain * (b - s * b0)         b = (base_bias or b0) + bias
+        R'     = diag(norm) R                a norm's trained weight over the base's scales what the layers behind it read
+        A'     = A diag(norm)
         B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
         e'     = gain * e
 
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
-from scute_sgl.resolve import fold_gates, is_split, products, resolve
+from scute_sgl.resolve import fold_gates, fold_norms, is_split, products, resolve
 from scute_sgl.shard import shard
 from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
 
@@ -52,7 +54,7 @@ def fold_adapter(
         unknown = sorted(adapter.modules.keys() - targets.keys())
         if unknown:
             raise AdapterError("unknown_key", "the base model has no such adaptable module", module=unknown[0])
-        modules = fold_gates(adapter.modules, targets)
+        modules = fold_gates(fold_norms(adapter.modules, adapter.norms, targets), targets)
         return modules, products(modules, targets)
 
     modules, found = agree(with_own_products, share)
@@ -140,6 +142,8 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
     shared, lift = slots.shared, product(dora, slots.gain)
     if B is not None and lift is not None:
         B = (B * lift[:, None]).float()
+    if A is not None and slots.norm is not None:
+        A = (A * slots.norm).float()
     if shared is not None:
         shared = replace(shared, d=shared.d.float(), e=product(shared.e, slots.gain).float())
     scale = product(dora, slots.scale, slots.gain)
@@ -177,11 +181,12 @@ def _shift(slots: Slots, t: Target, s: Tensor | None, adds_bias: bool) -> Tensor
 
 def _rotation(slots: Slots) -> Tensor | None:
     """R - I: (in,) for a diagonal, else (in / b or 1, b, b)."""
-    if slots.input_scale is not None:
-        return (slots.input_scale.double() - 1).float()
     if slots.rotation is None:
-        return None
+        diagonal = product(slots.norm, slots.input_scale)
+        return None if diagonal is None else (diagonal - 1).float()
     blocks = slots.rotation.double()
+    if slots.norm is not None:
+        blocks = slots.norm.double().view(-1, blocks.shape[-1], 1) * blocks
     return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
 
 

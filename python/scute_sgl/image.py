@@ -66,7 +66,7 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
     packer = _Packer(dtype)
     entries = torch.full((max(folded, default=-1) + 1, layout.FIELDS), -1, dtype=torch.int64)
     entries[:, layout.META] = 0
-    live, rank_max, shared = 0, 0, None
+    live, rank_max, shared, rotation = 0, 0, None, None
     for module, (t, f) in sorted(folded.items()):
         offsets, rank8, block, one_block = {}, 0, 0, False
         if f.A is not None:
@@ -87,7 +87,10 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
         if f.rotation is not None:
             block = _fits(1 if f.rotation.dim() == 1 else f.rotation.shape[-1], t, "rotation block")
             one_block = f.rotation.dim() == 3 and f.rotation.shape[0] == 1
-            offsets[layout.ROTATION] = packer.add(f.rotation, t, "rotation")
+            # Layers behind one norm have the same diagonal, next to each other.
+            again = rotation is not None and not f.rotation.is_meta and _same(rotation[0], f.rotation)
+            rotation = f.rotation, rotation[1] if again else packer.add(f.rotation, t, "rotation")
+            offsets[layout.ROTATION] = rotation[1]
             live |= layout.ROTATED
         for field, offset in offsets.items():
             entries[module, field] = offset
@@ -195,11 +198,14 @@ def _one_set(seen: tuple[SharedTerm, Target] | None, term: SharedTerm, t: Target
     if seen is None:
         return term, t
     first = seen[0]
-    pairs = ((first.A, term.A), (first.B, term.B))
-    if not all(a is b or a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):
+    if not (_same(first.A, term.A) and _same(first.B, term.B)):
         hint = f"other shared matrices than {seen[1].path}; one pair per adapter is supported"
         raise AdapterError("bad_config", hint, module=t.path)
     return seen
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or a.shape == b.shape and (a.is_meta or torch.equal(a, b))
 
 
 def _pack_set(term: SharedTerm, t: Target, dtype: torch.dtype, pin: bool) -> SharedSet:

@@ -95,8 +95,8 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
     if found.adapter is None:
         return named | values
     adapter, packed = found.adapter, found.packed
-    values["modules"] = len(adapter.modules)
-    values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values()))
+    values["modules"] = len(adapter.modules) + len(adapter.norms)
+    values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values())) or bool(adapter.norms)
     if packed is not None:
         pieces = [folded for _, folded in found.modules.values()]
         values["live"] = live_slots(pieces)
@@ -104,12 +104,19 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
         values["bytes"] = packed.nbytes
         values["shared_bytes"] = packed.shared.nbytes if packed.shared else 0
     if base is not None:
-        values["bytes_as_lora64"] = lora_bytes(adapter.modules, base.targets, dtype)
+        values["bytes_as_lora64"] = lora_bytes(changed(adapter, base.targets[0]), base.targets, dtype)
     elif packed is not None and all(slots.terms for slots in adapter.modules.values()):  # which have both widths
         values["bytes_as_lora64"] = lora_bytes(adapter.modules, [_targets_of(adapter)], dtype)
     if base is not None or all(slots.input_scale is None for slots in adapter.modules.values()):
         values["folded"] = folded_slots(adapter.modules.values(), values["live"] or ())
+        values["folded"] += ["norm"] if adapter.norms else []
     return named | values
+
+
+def changed(adapter: Adapter, targets: Mapping[str, Target]) -> list[str]:
+    """Paths of the layers that an adapter changes, those behind its norms included."""
+    behind = (path for path, t in targets.items() if t.norm in adapter.norms and path not in adapter.modules)
+    return [*adapter.modules, *behind]
 
 
 def folded_slots(modules: Collection[Slots], live: Collection[str]) -> list[str]:
@@ -148,6 +155,8 @@ def _folded(adapter: Adapter, base: Base, rank: int) -> Modules:
 
 def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
     """Targets as wide as the adapter's own tensors; None if its slots depend on more of the base than widths."""
+    if adapter.norms:
+        return None
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):
         more = s.shared, s.from_weight, s.magnitude, s.base_weight, s.scale, s.gain, s.input_scale

@@ -2,7 +2,7 @@
 
 Only ``Target.inputs`` and ``Target.outputs`` decide, so column, row, merged, replicated and KV-replicated
 layers, heads and embeddings need no cases of their own: what runs over outputs (B, e, scale, magnitude, biases,
-gain) is cut by outputs, what runs over inputs (A, input_scale, rotation blocks) by inputs. The parts are views.
+gain) is cut by outputs, what runs over inputs (A, input_scale, norm, rotation blocks) by inputs. The parts are views.
 
 Every shape is checked against the whole module here, so that a wrong tensor is refused and never cut askew.
 """
@@ -26,6 +26,9 @@ def shard(slots: Slots, t: Target) -> Slots:
     assert slots.from_weight is None, "resolve.py comes first"
     if t.kind == "embedding" and (slots.shared or slots.input_scale is not None or slots.rotation is not None):
         raise AdapterError("unsupported_method", "an embedding takes A, B, scale and bias only", module=t.path)
+    if slots.norm is not None and slots.shared is not None:
+        hint = "its matrices are shared with other tenants, so they cannot take this adapter's own norm"
+        raise AdapterError("unsupported_method", f"{hint} {t.norm!r}; train without it", module=t.path)
     if slots.input_scale is not None and slots.rotation is not None:
         raise AdapterError("bad_config", "found both an input scale and a rotation, want one", module=t.path)
     weight_axes = ("in", "out") if t.kind == "embedding" else ("out", "in")
@@ -36,6 +39,7 @@ def shard(slots: Slots, t: Target) -> Slots:
         shared=slots.shared and _shared(slots.shared, t),
         rotation=None if slots.rotation is None else _rotation(slots.rotation, t),
         input_scale=_cut(slots.input_scale, t, "input_scale", "in"),
+        norm=_cut(slots.norm, t, "norm", "in"),
         base_weight=_cut(slots.base_weight, t, "base_weight", *weight_axes),
         **{name: _cut(getattr(slots, name), t, name, "out") for name in by_outputs},
     )

@@ -50,6 +50,12 @@ SUPPORT = (
         "R s", "a gated `down_proj`'s vector → s of `up_proj`",
     ),
     Support(
+        "LN_TUNING", "LN_TUNING",
+        "`input_layernorm`, `post_attention_layernorm` and the last norm of Llama, Mistral, Qwen2 and Qwen3 models; "
+        "likewise as `modules_to_save` of any method without shared matrices there",
+        "R", "trained over base weight → R of the layers behind the norm, and A", reads_weight=True,
+    ),
+    Support(
         "VERA", "VERA",
         "saved or redrawn projections, any seed and rank, `bias`, any linear layer and `lm_head`",
         "b A B d e", "A and B kept once for all adapters with equal ones",

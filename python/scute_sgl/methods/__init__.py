@@ -16,6 +16,7 @@ from scute_sgl.methods import (
     gralora,
     hra,
     ia3,
+    ln_tuning,
     loha,
     lokr,
     lora,
@@ -45,6 +46,7 @@ METHODS = {
     "GRALORA": gralora,
     "HRA": hra,
     "IA3": ia3,
+    "LN_TUNING": ln_tuning,
     "LOHA": loha,
     "LOKR": lokr,
     "LORA": lora,  # with use_dora a DoRA
@@ -74,7 +76,6 @@ NOT_SERVED = {
     "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
     "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
     "LILY": "its router averages over all tokens of a call, so that an answer depends on its neighbours",
-    "LN_TUNING": "it changes the weights of norms, not linear layers",
     "MULTITASK_PROMPT_TUNING": _PROMPT,
     "PREFIX_TUNING": _CACHE,
     "PROMPT_TUNING": _PROMPT,
