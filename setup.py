@@ -23,6 +23,8 @@ CPU_SOURCES = [
     "csrc/cpu/project.cpp",
     "csrc/cpu/expand.cpp",
     "csrc/cpu/rotate.cpp",
+    "csrc/cpu/token_rows.cpp",
+    "csrc/cpu/token_logits.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/plan.cu",
@@ -31,6 +33,8 @@ CUDA_SOURCES = [
     "csrc/expand.cu",
     "csrc/project.cu",
     "csrc/rotate.cu",
+    "csrc/token_rows.cu",
+    "csrc/token_logits.cu",
 ]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.cuh"))
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]  # torch adds -std=, which its headers decide

@@ -23,6 +23,8 @@ TORCH_LIBRARY(scute, m) {
       "expand(Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, "
       "int tile_rows, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
   m.def("rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
+  m.def("token_rows(Tensor ids, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
+  m.def("token_logits(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -32,6 +34,8 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("project", TORCH_FN(scute::cpu::project));
   m.impl("expand", TORCH_FN(scute::cpu::expand));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
+  m.impl("token_rows", TORCH_FN(scute::cpu::token_rows));
+  m.impl("token_logits", TORCH_FN(scute::cpu::token_logits));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -42,6 +46,8 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("project", TORCH_FN(scute::cuda::project));
   m.impl("expand", TORCH_FN(scute::cuda::expand));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
+  m.impl("token_rows", TORCH_FN(scute::cuda::token_rows));
+  m.impl("token_logits", TORCH_FN(scute::cuda::token_logits));
 }
 #endif
 

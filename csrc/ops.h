@@ -30,6 +30,12 @@ using ExpandOp = void(const std::optional<Tensor>& v, const std::optional<Tensor
 using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table, int64_t module,
                       int64_t slices, Tensor& out);
 
+using TokenRowsOp = void(const Tensor& ids, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                         int64_t module, Tensor& y);
+
+using TokenLogitsOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                           int64_t module, Tensor& y);
+
 namespace cpu {
 PlanOp plan;
 ShrinkOp shrink;
@@ -37,6 +43,8 @@ LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
+TokenRowsOp token_rows;
+TokenLogitsOp token_logits;
 }  // namespace cpu
 
 namespace cuda {
@@ -46,6 +54,8 @@ LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
+TokenRowsOp token_rows;
+TokenLogitsOp token_logits;
 }  // namespace cuda
 
 }  // namespace scute

@@ -8,6 +8,7 @@ import test_ops_expand
 import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
+import test_ops_tokens
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
 from torch.library import opcheck
@@ -28,6 +29,8 @@ ARGUMENTS = {
     "project": test_ops_project.arguments,
     "expand": test_ops_expand.arguments,
     "rotate": test_ops_rotate.arguments,
+    "token_rows": lambda case: test_ops_tokens.row_arguments(case.dtype, case.device),
+    "token_logits": lambda case: test_ops_tokens.logit_arguments(case.dtype, case.device),
 }
 
 
