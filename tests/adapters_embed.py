@@ -1,7 +1,7 @@
-"""Adapters that change norms, alone and beside a method's own tensors. PEFT writes them.
+"""Adapters that change norms or rows of the vocabulary, alone and beside a method's own tensors. PEFT writes them.
 
-``EMBED``: name -> writer(base folder, adapter folder), for ADAPTERS in make_adapters.py. ``WITH_NORMS``: the like of
-other methods with modules_to_save, each under one's name. Not a test module.
+``EMBED``: name -> writer(base folder, adapter folder), for ADAPTERS in make_adapters.py. ``UNTIED``: more of them, for
+untied bases. ``WITH_NORMS``: other methods with modules_to_save. Not a test module.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from peft_answers import load_base
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
+TOKENS = [*range(126, 2, -3), 127]  # in no order of theirs
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
 Writer = Callable[[str, str], None]
 
-# The start of a parameter's own name, or of its module's -> (what is left of its initial value, deviation of what is added).
+# The start of a parameter's own name, or of its module's -> (what is left of its value, deviation of what is added).
 DRAWS = {
     "lora_magnitude_vector": (1, 0.1),
     "lora_": (0, 0.08),
@@ -28,6 +29,7 @@ DRAWS = {
     "vera_lambda": (0, 0.4),
     "ln_tuning_layers": (1, 0.3),
     "modules_to_save": (1, 0.3),
+    "trainable_tokens_delta": (1, 0.2),
 }
 
 
@@ -53,6 +55,10 @@ def _draw(model: peft.PeftModel, near: bool) -> None:
             parameter.mul_(kept).add_(deviation * torch.randn_like(parameter))
 
 
+def _tokens(**fields) -> Writer:
+    return _write(peft.TrainableTokensConfig, **{"token_indices": TOKENS} | fields)
+
+
 def _lora(**fields) -> Writer:
     return _write(peft.LoraConfig, **{"r": 4, "lora_alpha": 6, "target_modules": ALL} | fields)
 
@@ -66,6 +72,20 @@ EMBED: dict[str, Writer] = {
     "ln_tuning_saves": _write(
         peft.LNTuningConfig, target_modules=["input_layernorm"], modules_to_save=["layers.0.post_attention_layernorm"]
     ),
+    "trainable_tokens": _tokens(),
+    "trainable_tokens_near": _write(peft.TrainableTokensConfig, near=True, token_indices=TOKENS),
+    "trainable_tokens_head": _tokens(target_modules=["lm_head"], token_indices=TOKENS[:7]),
+    "lora_tokens": _lora(trainable_token_indices=TOKENS),
+    "lora_tokens_head": _lora(trainable_token_indices={"lm_head": TOKENS[::2], "embed_tokens": TOKENS[:5]}),
+    "lora_tokens_both": _lora(
+        trainable_token_indices={"embed_tokens": TOKENS, "lm_head": TOKENS}, target_modules=["v_proj"]
+    ),
+    "dora_tokens": _lora(use_dora=True, trainable_token_indices={"embed_tokens": TOKENS}, target_modules=["q_proj"]),
+}
+
+# PEFT cannot run these where embedding and output head are tied.
+UNTIED: dict[str, Writer] = {
+    "trainable_tokens_both": _tokens(target_modules=["embed_tokens", "lm_head"]),
 }
 
 WITH_NORMS: dict[str, Writer] = {
@@ -82,6 +102,7 @@ WITH_NORMS: dict[str, Writer] = {
         peft.OFTConfig, target_modules=["k_proj", "up_proj"], oft_block_size=8, block_share=True, modules_to_save=NORMS
     ),
     "hra_saves_norms": _write(peft.HRAConfig, r=5, target_modules=["v_proj", "gate_proj"], modules_to_save=NORMS),
+    "lora_tokens_saves_norms": _lora(trainable_token_indices=TOKENS, modules_to_save=NORMS),
     "vera_saves_norms": _write(peft.VeraConfig, r=8, target_modules=["o_proj", "down_proj"], modules_to_save=NORMS),
 }  # fmt: skip
 

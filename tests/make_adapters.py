@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from adapters_embed import EMBED, REFUSED_NORMS, WITH_NORMS
+from adapters_embed import EMBED, REFUSED_NORMS, UNTIED, WITH_NORMS
 from adapters_folded import FOLDED
 from adapters_plain import PLAIN
 from peft import IA3Config, LilyConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
@@ -207,7 +207,7 @@ REFUSED: dict[str, Callable[[str, str], None]] = {
 
 def write_adapter(base_dir: str | os.PathLike, out_dir: str | os.PathLike, name: str) -> str:
     """PEFT's save_pretrained of adapter ``name`` on this base, with random weights; returns the folder."""
-    (ADAPTERS | NEAR | WITH_NORMS | REFUSED)[name](str(base_dir), str(out_dir))
+    (ADAPTERS | NEAR | UNTIED | WITH_NORMS | REFUSED)[name](str(base_dir), str(out_dir))
     return str(out_dir)
 
 

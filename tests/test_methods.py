@@ -10,10 +10,11 @@ import make_adapters
 import pytest
 import torch
 import transformers
-from adapters_embed import WITH_NORMS
+from adapters_embed import UNTIED, WITH_NORMS
 from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from peft_answers import load_peft
 from small_files import refused
 
@@ -32,13 +33,16 @@ ON_OTHER_BASES = {
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
         "unilora_seed", "vblora_topk", "lora_bd", "ln_tuning", "ln_tuning_default",
+        "trainable_tokens", "trainable_tokens_head", "lora_tokens", "lora_tokens_head",
+        "lora_tokens_both", "dora_tokens",
     ],
     "llama_norms": ["ln_tuning", "ln_tuning_saves", *WITH_NORMS],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
 # What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
 IN_FLOAT32 = {"oft_coft": 1e-7, "vblora_topk": 1e-6}
-CASES = [("llama", name) for name in ADAPTERS] + [(b, name) for b, names in ON_OTHER_BASES.items() for name in names]
+CASES = [("llama", name) for name in ADAPTERS | UNTIED]
+CASES += [(base, name) for base, names in ON_OTHER_BASES.items() for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -65,8 +69,8 @@ def shape_of(base_dir, dtype=torch.float32) -> BaseShape:
             shapes[path] = (module.in_features, module.out_features)
         elif isinstance(module, torch.nn.Embedding):
             shapes[path] = (module.num_embeddings, module.embedding_dim)
-    norms = read_base(base_dir, dtype).shape.norms
-    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size, norms=norms)
+    norms, tied = read_base(base_dir, dtype).shape.norms, config.tie_word_embeddings
+    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size, norms=norms, tied=tied)
 
 
 def normal_form(slots: Slots, x, W, b0):
@@ -113,7 +117,7 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
     for path in shape:
         theirs, own = model.get_submodule("base_model.model." + path), fresh.get_submodule(path)
         if path not in adapter.modules:
-            assert not isinstance(theirs, BaseTunerLayer), f"{path} was dropped"
+            assert not isinstance(theirs, (BaseTunerLayer, AuxiliaryTrainingWrapper)), f"{path} was dropped"
             continue
         slots, W = adapter.modules[path], own.weight.double()
         b0 = None if getattr(own, "bias", None) is None else own.bias.double()
@@ -127,6 +131,10 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
             x = torch.randn(16, W.shape[1], generator=generator).double()
             want = theirs(x[None].to(dtype))[0]  # as a batch, which some methods need
         got = normal_form(slots, x, W, b0)
+        if (tokens := slots.tokens) is not None and isinstance(own, torch.nn.Embedding):
+            got[tokens.ids] = tokens.rows.double()
+        elif tokens is not None:
+            got[:, tokens.ids] = x @ tokens.rows.double().T
         error = ((got - want.double()).abs().max() / want.abs().max()).item()
         assert error <= tolerance, (path, error)
         plain = x @ W.T + (0 if b0 is None else b0)

@@ -16,7 +16,7 @@ from scute_sgl.image import pack, unpack
 from scute_sgl.slots import Adapter, BaseShape, Slots
 
 MODEL = FakeModel()
-Q_PROJ, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"
+Q_PROJ, O_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
 NORM, LAST = "model.layers.0.input_layernorm", "model.norm"
 AFTER = "model.layers.0.post_attention_layernorm"
 
@@ -100,7 +100,7 @@ def test_matrices_that_tenants_share_cannot_take_a_norm():
     slots = {Q_PROJ: random_slots(MODEL.targets()[Q_PROJ], "shared")}
     with refused("unsupported_method", Q_PROJ, "shared", NORM):
         fold_adapter(Adapter("VERA", slots, {NORM: weights(2)}), targets(weights(1)))
-    slots = {"model.layers.0.self_attn.o_proj": random_slots(MODEL.targets()["model.layers.0.self_attn.o_proj"], "shared")}
+    slots = {O_PROJ: random_slots(MODEL.targets()[O_PROJ], "shared")}
     fold_adapter(Adapter("VERA", slots, {NORM: weights(2)}), targets(weights(1)))
 
 
@@ -111,7 +111,7 @@ def test_a_norm_counts_only_if_all_its_readers_are_targets():
     assert norms_of(found.values()) == {AFTER: 64}
     with refused("unknown_key", LAST, "no adaptable layer"):
         fold_adapter(Adapter("", {}, {LAST: weights(1)}), found)
-    assert norm_before(Q_PROJ, "gemma2") == norm_before(Q_PROJ, None) == norm_before("model.layers.0.mlp.down_proj", "llama") == ""
+    assert norm_before(Q_PROJ, "gemma2") == norm_before(Q_PROJ, None) == norm_before(O_PROJ, "llama") == ""
 
 
 NORMED = BaseShape(BASE, dtype=torch.float32, vocab_size=32, norms={LAST: 16})

@@ -97,7 +97,7 @@ def targets_of(base: str):
         targets[path] = Target(
             path=path,
             module=len(targets),
-            kind="embedding" if embedding else "column",
+            kind="embedding" if embedding else "head" if path == "lm_head" else "column",
             in_features=inputs,
             out_features=outputs,
             inputs=(0, inputs),
@@ -110,7 +110,7 @@ def targets_of(base: str):
         )
     sizes = {path: (t.in_features, t.out_features) for path, t in targets.items()}
     norms, vocab_size = norms_of(targets.values()), sizes["model.embed_tokens"][0]
-    return targets, BaseShape(sizes, dtype=torch.float32, vocab_size=vocab_size, norms=norms)
+    return targets, BaseShape(sizes, dtype=torch.float32, vocab_size=vocab_size, norms=norms, tied=True)
 
 
 def method_and_live(folder: str, targets, shape) -> tuple[str, list[str]]:

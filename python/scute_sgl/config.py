@@ -80,14 +80,14 @@ def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> 
     return Base(
         BaseShape(
             shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=lambda: layers,
-            norms=norms_of(targets[0].values()),
+            norms=norms_of(targets[0].values()), tied=bool(config.tie_word_embeddings),
         ),
         targets,
     )
 
 
 def norm_before(path: str, model_type: str | None) -> str:
-    """The path of the norm whose output a layer reads in this type of model; "" for none, or where that is not known."""
+    """The path of the norm whose output a layer reads in this type of model; "" for none, or where it is not known."""
     if model_type not in PRE_NORM:
         return ""
     block, _, leaf = path.rpartition(".")

@@ -5,8 +5,8 @@
         s      = scale * dora                dora = magnitude / ||row of (W + sum_k B_k A_k)||
         scale' = s * gain - 1                the identity is dropped, because 16 bits keep s - 1 but not s
         bias'  = gain * (b - s * b0)         b = (base_bias or b0) + bias
-        R'     = diag(norm) R                a norm's trained weight over the base's scales what the layers behind it read
-        A'     = A diag(norm)
+        R'     = diag(norm) R                a norm's trained over its base weight, for the layers behind it
+        A'     = A diag(norm)                own rows of an output head likewise
         B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
         e'     = gain * e
 
@@ -27,7 +27,7 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, fold_norms, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, Slots, Target, Term
+from scute_sgl.slots import Adapter, Folded, Slots, Target, Term, Tokens
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
@@ -131,6 +131,7 @@ def live_slots(folded: Collection[Folded]) -> list[str]:
         "B": any(f.B is not None or f.shared is not None for f in folded),
         "d": any(f.shared is not None for f in folded),
         "e": any(f.shared is not None for f in folded),
+        "rows": any(f.tokens is not None for f in folded),
     }
     return [name for name, is_live in found.items() if is_live]
 
@@ -154,6 +155,7 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
         bias=_shift(slots, t, product(dora, slots.scale), adds_bias),
         rotation=_rotation(slots),
         shared=shared,
+        tokens=slots.tokens and Tokens(slots.tokens.ids, product(slots.tokens.rows, slots.norm).float()),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from scute_sgl import layout
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, SharedTerm, Target
+from scute_sgl.slots import Folded, SharedTerm, Target, Tokens
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -66,7 +66,7 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
     packer = _Packer(dtype)
     entries = torch.full((max(folded, default=-1) + 1, layout.FIELDS), -1, dtype=torch.int64)
     entries[:, layout.META] = 0
-    live, rank_max, shared, rotation = 0, 0, None, None
+    live, rank_max, shared, rotation, tokens = 0, 0, None, None, None
     for module, (t, f) in sorted(folded.items()):
         offsets, rank8, block, one_block = {}, 0, 0, False
         if f.A is not None:
@@ -78,6 +78,11 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
             offsets[layout.SCALE] = packer.add(f.scale, t, "scale")
         if f.bias is not None:
             offsets[layout.BIAS] = packer.add(f.bias, t, "bias")
+        if f.tokens is not None:
+            rows = packer.pack_tokens(f.tokens, t)
+            again = tokens is not None and torch.equal(tokens[0], rows)  # a tied pair has the same
+            tokens = rows, tokens[1] if again else packer.append(rows)
+            offsets[layout.TOKENS] = tokens[1]
         live |= layout.DELTA if offsets else 0
         if f.shared is not None:
             shared = _one_set(shared, f.shared, t)
@@ -141,7 +146,14 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
         bias=get(layout.BIAS, outputs),
         rotation=get(layout.ROTATION, *((inputs,) if block == 1 else blocks)),
         shared=shared,
+        tokens=None if entry[layout.TOKENS] < 0 else _unpack_tokens(image, entry[layout.TOKENS], t),
     )
+
+
+def _unpack_tokens(image: Image, offset: int, t: Target) -> Tokens:
+    width = t.out_features if t.kind == "embedding" else t.in_features
+    ids, rows = layout.unpack_rows(image.data, offset, width, image.dtype)
+    return Tokens(ids.long(), rows.float())
 
 
 class _Packer:
@@ -152,21 +164,30 @@ class _Packer:
 
     def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
         """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
+        return self.append(pack(self._cast(tensor, t, name)))
+
+    def pack_tokens(self, tokens: Tokens, t: Target) -> Tensor:
+        return layout.pack_rows(tokens.ids, self._cast(tokens.rows, t, "rows"))
+
+    def append(self, packed: Tensor) -> int:
+        offset = self.size
+        self.parts.append((offset, packed))
+        self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
+        return offset
+
+    def _cast(self, tensor: Tensor, t: Target, name: str) -> Tensor:
         cast = tensor.to(self.dtype)
         if not cast.is_meta and not all_finite(cast):
             largest = tensor.abs().max().item()
             hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
             raise AdapterError("bad_config", hint, module=t.path, key=name)
-        packed, offset = pack(cast), self.size
-        self.parts.append((offset, packed))
-        self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
-        return offset
+        return cast
 
     def bytes(self, pin: bool) -> Tensor:
         device = "meta" if any(packed.is_meta for _, packed in self.parts) else "cpu"
         data = torch.zeros(layout.round_up(self.size, layout.BLOCK), dtype=torch.uint8, device=device, pin_memory=pin)
         for offset, packed in self.parts:
-            _view(data, offset, packed.shape, self.dtype).copy_(packed)
+            _view(data, offset, packed.shape, packed.dtype).copy_(packed)
         return data
 
 

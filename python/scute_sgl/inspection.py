@@ -155,7 +155,7 @@ def _folded(adapter: Adapter, base: Base, rank: int) -> Modules:
 
 def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
     """Targets as wide as the adapter's own tensors; None if its slots depend on more of the base than widths."""
-    if adapter.norms:
+    if adapter.norms or any(slots.tokens is not None for slots in adapter.modules.values()):
         return None
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):

@@ -47,7 +47,7 @@ def fold_norms(
     """Give every layer behind a trained norm the ratio of its weight to the base's, as the slot ``norm``.
 
     The trained weight is rounded to the base's dtype, as PEFT's load does. AdapterError ``unknown_key`` for a norm that
-    no target reads, ``bad_shape`` for another width, ``wrong_base`` where the base's weight is 0 and the trained one not.
+    no target reads, ``bad_shape`` for another width, ``wrong_base`` where only the base's weight is 0.
     """
     modules, ratios = dict(modules), {}
     for path, t in targets.items():

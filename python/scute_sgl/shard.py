@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import SharedTerm, Slots, Target, Term
+from scute_sgl.slots import SharedTerm, Slots, Target, Term, Tokens
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -40,6 +40,7 @@ def shard(slots: Slots, t: Target) -> Slots:
         rotation=None if slots.rotation is None else _rotation(slots.rotation, t),
         input_scale=_cut(slots.input_scale, t, "input_scale", "in"),
         norm=_cut(slots.norm, t, "norm", "in"),
+        tokens=slots.tokens and _tokens(slots.tokens, t),
         base_weight=_cut(slots.base_weight, t, "base_weight", *weight_axes),
         **{name: _cut(getattr(slots, name), t, name, "out") for name in by_outputs},
     )
@@ -73,6 +74,17 @@ def _shared(term: SharedTerm, t: Target) -> SharedTerm:
         want = f"({rank}, >= {t.in_features}) and (>= {t.out_features}, {rank})"
         raise _bad_shape(t, "shared A and B", found, want)
     return replace(term, d=_cut(term.d, t, "d", rank), e=_cut(term.e, t, "e", "out"))
+
+
+def _tokens(tokens: Tokens, t: Target) -> Tokens:
+    """Of the tokens that this rank holds, counted from its first; perhaps none."""
+    held, width = (t.inputs, t.out_features) if t.kind == "embedding" else (t.outputs, t.in_features)
+    if t.kind not in ("embedding", "head"):
+        raise AdapterError("unsupported_method", "own rows are those of an embedding or output head", module=t.path)
+    if tokens.rows.shape != (len(tokens.ids), width):
+        raise _bad_shape(t, "rows", tuple(tokens.rows.shape), (len(tokens.ids), width))
+    here = (tokens.ids >= held[0]) & (tokens.ids < held[1])
+    return Tokens(tokens.ids[here] - held[0], tokens.rows[here])
 
 
 def _rotation(blocks: Tensor, t: Target) -> Tensor:

@@ -4,7 +4,8 @@
 
 x is a row vector, W is the base weight transposed to (in, out). The low-rank terms take the input before
 R and are not scaled by s. ``b`` is the total bias, the base's included. An absent slot is the identity.
-An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike.
+An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike. One with rows of
+the vocabulary of its own has them in place of the base's: F(x)_t = x . row_t in an output head, row_t in an embedding.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
 
@@ -48,6 +49,17 @@ class SharedTerm:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Rows that take the base's place for some tokens: of an embedding's output, or of an output head's weight.
+
+    ids int64 (n,), ascending; rows (n, width). In Folded ids count from this rank's first token.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class FromWeight:
     """Terms and a bias that depend on the base weight W (out, in), which only the fold sees.
 
@@ -79,6 +91,7 @@ class Slots:
     gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
+    tokens: Tokens | None = None  # own rows; of an embedding or output head that has nothing else but a norm
     norm: Tensor | None = None  # (in,): trained over base weight of the norm before the layer; the fold sets it
 
 
@@ -97,6 +110,7 @@ class Folded:
     bias: Tensor | None = None
     rotation: Tensor | None = None
     shared: SharedTerm | None = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,7 @@ class BaseShape(dict[str, tuple[int, int]]):
     a layer with a weight matrix that is not adaptable and so not listed; "" if there is none. ``counted`` gives every
     linear layer and embedding of Hugging Face's own model with its sizes, in that model's order, by which PEFT numbers
     modules; without it the shapes are taken to be those. ``norms``: path -> width of every norm that an adapter may have
-    of its own, because only adaptable layers read it.
+    of its own, because only adaptable layers read it. ``tied``: whether the output head has the embedding's weight.
     """
 
     def __init__(
@@ -152,8 +166,9 @@ class BaseShape(dict[str, tuple[int, int]]):
         unlisted: str = "",
         counted: Callable[[], dict[str, tuple[int, int]]] | None = None,
         norms: dict[str, int] | None = None,
+        tied: bool = False,
     ):
         super().__init__(shapes)
         self.dtype, self.vocab_size, self.unlisted = dtype, vocab_size, unlisted
         self.counted = counted or (lambda: self)
-        self.norms = norms or {}
+        self.norms, self.tied = norms or {}, tied

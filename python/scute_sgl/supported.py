@@ -21,13 +21,13 @@ SUPPORT = (
     Support(
         "LORA", "LORA",
         "rsLoRA, BD-LoRA, VeLoRA, MonteCLoRA, rank and alpha patterns, `lora_bias`, `bias`, any linear layer, "
-        "`embed_tokens`, `lm_head`",
-        "b A B", "alpha / r → B; trained biases → b",
+        "`embed_tokens`, `lm_head`; `trainable_token_indices`",
+        "b A B rows", "alpha / r → B; trained biases → b",
     ),
     Support(
         "DORA", "LORA",
         "all of LoRA but `lora_bias`; `embed_tokens` and `lm_head` too",
-        "s b A B", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
+        "s b A B rows", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
     ),
     Support(
         "PISSA", "LORA",
@@ -160,6 +160,11 @@ SUPPORT = (
         "TINYLORA", "TINYLORA",
         "saved or redrawn projections, any seed and tying, `bias`, any linear layer, `embed_tokens`, `lm_head`",
         "b A B", "sum of v P → B",
+    ),
+    Support(
+        "TRAINABLE_TOKENS", "TRAINABLE_TOKENS",
+        "`embed_tokens`, a head tied to it, `lm_head`",
+        "rows", "",
     ),
     Support(
         "UNILORA", "UNILORA",

@@ -92,8 +92,9 @@ def base_shape(model: torch.nn.Module, sites: list[Site], dtype: torch.dtype, co
     counted = functools.cache(lambda: huggingface_layers(config))  # few methods ask
     norms = norms_of(t for site in sites for t in site.targets)
     return BaseShape(
-        shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=counted, norms=norms
-    )
+        shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=counted, norms=norms,
+        tied=bool(config.tie_word_embeddings),
+    )  # fmt: skip
 
 
 def _has_matrix(layer: torch.nn.Module) -> bool:

@@ -27,6 +27,7 @@ from scute_sgl.methods import (
     poly,
     pvera,
     tinylora,
+    trainable_tokens,
     unilora,
     vblora,
     vera,
@@ -57,6 +58,7 @@ METHODS = {
     "POLY": poly,
     "PVERA": pvera,
     "TINYLORA": tinylora,
+    "TRAINABLE_TOKENS": trainable_tokens,
     "UNILORA": unilora,
     "VBLORA": vblora,
     "VERA": vera,
@@ -87,6 +89,5 @@ NOT_SERVED = {
     "SHADOW": "it runs a network of its own beside the model, with a state",
     "SHIRA": _SPARSE,
     "SUPERTUNING": _SPARSE,
-    "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
     "XLORA": "it routes every token among adapters, after a pass of the base model without any",
 }

@@ -7,6 +7,8 @@ per output row (slot ``magnitude``), it scales the term too and leaves the bias 
 with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's norm runs over the vocabulary. VeLoRA and
 MonteCLoRA differ from LoRA in training only, BD-LoRA in its file (bdlora.py); PEFT combines none of them with DoRA.
 
+trainable_token_indices are rows of the vocabulary beside all that (trainable_tokens.py).
+
 pissa, olora and KaSA train on W less a part of it, which becomes a second term (less_base.py). corda and loftq change W
 in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import product
-from scute_sgl.methods import bdlora, common, less_base
+from scute_sgl.methods import bdlora, common, less_base, trainable_tokens
 from scute_sgl.names import Module, Patterns, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
@@ -40,13 +42,13 @@ FIELDS = common.TARGETING | {
     "velora_config": None,
     "monteclora_config": None,
     "kasa_config": None,
+    "trainable_token_indices": None,
 }
 NEUTRAL = frozenset(
     "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
     "qalora_group_size".split()
 )
 OFF = common.OFF | {
-    "trainable_token_indices": "own rows of an embedding are not served; train the embedding as a LoRA target",
     "target_parameters": "LoRA on bare parameters (experts) is not served",
     "layer_replication": "a base of another depth is not served; save the grown model as a base of its own",
     "alora_invocation_tokens": "activated LoRA is not served",
@@ -64,6 +66,7 @@ PARAMETERS = (
     *"lora_A.weight lora_B.weight lora_B.bias lora_embedding_A lora_embedding_B lora_diag".split(),
     *("lora_magnitude_vector", "lora_magnitude_vector.weight"),  # the latter as PEFT wrote it for a while
     *(name for names in LEFTOVERS.values() for name in names),
+    trainable_tokens.WRAPPED_ROWS,
 )
 
 
@@ -110,4 +113,6 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         return Slots(terms=terms, bias=bias, magnitude=magnitude, from_weight=from_weight)
 
     modules, _ = group(tensors, base, PARAMETERS)
-    return common.build("DORA" if c["use_dora"] else less.upper() or "LORA", config, modules, read_one)
+    tokens = trainable_tokens.take_wrapped(modules, c["trainable_token_indices"] or {})
+    adapter = common.build("DORA" if c["use_dora"] else less.upper() or "LORA", config, modules, read_one)
+    return trainable_tokens.with_tokens(adapter, tokens, base)
