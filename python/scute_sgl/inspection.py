@@ -95,7 +95,9 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
     if found.adapter is None:
         return named | values
     adapter, packed = found.adapter, found.packed
-    values["modules"] = len(adapter.modules) + len(adapter.norms)
+    rows = any(slots.tokens is not None for slots in adapter.modules.values())
+    if base is not None or not rows:  # which may be those of a tied output head too
+        values["modules"] = len(adapter.modules) + len(adapter.norms)
     values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values())) or bool(adapter.norms)
     if packed is not None:
         pieces = [folded for _, folded in found.modules.values()]

@@ -34,6 +34,8 @@ ROWS, WRAPPED_ROWS = "trainable_tokens_delta", "token_adapter.trainable_tokens_d
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL)
 
+    if base is None:
+        raise NeedsBase("wrong_base", "whether the base ties its head to the embedding decides what the rows change")
     own: dict[str, Tokens] = {}
 
     def read_one(module: Module) -> Slots:
@@ -41,7 +43,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         return Slots()
 
     modules, _ = group(tensors, base, (ROWS,))
-    if base is not None and base.tied:
+    if base.tied:
         modules = _without_copy(modules)
     return with_tokens(common.build("TRAINABLE_TOKENS", config, modules, read_one), own, base)
 
@@ -99,11 +101,9 @@ def take(module: Module, name: str, indices: object, field: str) -> Tokens:
 
 
 def with_tokens(adapter: Adapter, own: dict[str, Tokens], base: BaseShape | None) -> Adapter:
-    """The adapter with these rows, and those of an embedding for the output head too that the base ties to it."""
+    """The adapter with these rows, and those of an embedding for the output head too if the base ties it to that."""
     embedding = next((tokens for path, tokens in own.items() if is_embedding(path)), None)
-    if embedding is not None and base is None:
-        raise NeedsBase("wrong_base", "whether the base ties its head to the embedding decides what the rows change")
-    if embedding is not None and base.tied:
+    if embedding is not None and base is not None and base.tied:
         head = next(filter(is_head, base), "")
         if not head:
             raise AdapterError("wrong_base", "the output head is tied to the embedding, and adapters cannot change it")
