@@ -69,6 +69,7 @@ WORKLOADS = {
     "prefill_r16x16_2048": Workload(2048, (16,) * 16),
     "prefill_r16x16_8192": Workload(8192, (16,) * 16),
 }
+TOKENS = ((1, 16), (16, 16), (16, 256))  # tenants, and the tokens that each has rows of its own for
 
 
 @cache
@@ -253,6 +254,36 @@ def time_ops(
     return rows
 
 
+def time_tokens(tenants: int, count: int, model: str, bandwidth: float, dtype: torch.dtype) -> list[dict]:
+    """The ops for own rows of the vocabulary: ``tenants`` rows, each of a tenant with ``count`` tokens of its own."""
+    hidden, vocabulary, item = MODELS[model][1], 128 * 1024, dtype.itemsize
+    ids = torch.arange(count) * (vocabulary // count)
+    block = len(layout.pack_rows(ids, torch.empty(count, hidden, dtype=dtype)))
+    sets = int(min(256, max(4, 6e8 // (block * tenants))))
+    values = torch.empty(sets * tenants, block // item, dtype=dtype, device="cuda").normal_(0, hidden**-0.5)
+    arena, head = values.view(torch.uint8), 4 * (layout.ROWS_HEADER + layout.round_up(count, 4))
+    arena[:, :head] = layout.pack_rows(ids, torch.empty(count, 0, dtype=dtype)).cuda()
+    table = torch.full((tenants, sets, layout.FIELDS), -1, dtype=torch.int64)
+    table[..., layout.TOKENS] = torch.arange(sets * tenants).view(tenants, sets) * block
+    row_slot = torch.arange(tenants, dtype=torch.int32).cuda()
+    common = {"row_slot": row_slot, "arena": arena.flatten(), "table": table.cuda()}
+    x = torch.randn(tenants, hidden, device="cuda", dtype=dtype)
+    y = torch.randn(tenants, vocabulary, device="cuda", dtype=dtype)
+    chosen = ids[torch.arange(tenants) % count].cuda()
+    bodies = {
+        "token_rows": (lambda n: ops.token_rows(chosen, module=n, y=x, **common), 2 * tenants * hidden * item),
+        "token_logits": (lambda n: ops.token_logits(x, module=n, y=y, **common), tenants * count * hidden * item),
+    }
+    rows, name = [], f"tokens_n{count}x{tenants}_bs{tenants}"
+    for op, (run, read) in bodies.items():
+        taken = microseconds(graph_of(lambda run=run: [run(n) for n in range(sets)]))[0] / sets
+        row = {"workload": name, "op": op, "us": taken, "bytes": read, "gb_s": read / taken / 1e3,
+               "share": read / taken / bandwidth}  # fmt: skip
+        print(f"{name:24} {op:12} {taken:6.2f} us [{row['share']:4.0%}]", flush=True)
+        rows.append(row)
+    return rows
+
+
 def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, room: int) -> dict:
     """What the adapters' ops add to one step, in milliseconds, with the base's GEMMs between them."""
     layers = MODELS[model][0]
@@ -302,6 +333,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     dtype, rows, bandwidth = getattr(torch, options.dtype), [], copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.model}, {options.dtype}, copy {bandwidth / 1e3:.0f} GB/s")
+    for tenants, count in TOKENS:
+        if "ops" in options.parts and re.search(options.only, "tokens"):
+            rows += time_tokens(tenants, count, options.model, bandwidth, dtype)
     for name, workload in WORKLOADS.items():
         if not re.search(options.only, name):
             continue

@@ -1,4 +1,5 @@
-"""What an adapter of every served method occupies for one 4096 x 4096 projection, in float16, beside a LoRA of rank 64.
+"""What an adapter of every served method occupies, in float16, beside a LoRA of rank 64: for one 4096 x 4096 projection,
+the norm before it, or 16 tokens.
 
     python benchmarks/own_bytes.py --out benchmarks/results/own_bytes.json
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -25,8 +27,9 @@ from scute_sgl.fold import fold_adapter
 from scute_sgl.pool import Pool
 from scute_sgl.slots import BaseShape, Target
 
-SIDE, ARENA = 4096, 1 << 29
-PATH = "model.layers.0.self_attn.q_proj"
+SIDE, ARENA, VOCABULARY = 4096, 1 << 29, 64
+PATH, NORM = "model.layers.0.self_attn.q_proj", "model.layers.0.input_layernorm"
+EMBED = "model.embed_tokens"
 SHARED = ("vera_A", "vera_B", "pvera_A", "pvera_B")  # of a checkpoint, kept once for all adapters
 LORA64 = peft.LoraConfig(r=64)
 DEFAULTS = {
@@ -37,6 +40,7 @@ DEFAULTS = {
     "OLORA": peft.LoraConfig(init_lora_weights="olora"),
     "KASA": peft.LoraConfig(kasa_config=peft.KasaConfig()),
     "IA3": peft.IA3Config(feedforward_modules=[]),
+    "LN_TUNING": peft.LNTuningConfig(),
     "VERA": peft.VeraConfig(),
     "PVERA": peft.PveraConfig(),
     "FOURIERFT": peft.FourierFTConfig(),
@@ -61,6 +65,7 @@ DEFAULTS = {
     "SHIRA": peft.ShiraConfig(),
     "SUPERTUNING": peft.SupertuningConfig(),
     "TINYLORA": peft.TinyLoraConfig(),
+    "TRAINABLE_TOKENS": peft.TrainableTokensConfig(token_indices=list(range(16))),
     "UNILORA": peft.UniLoraConfig(),
     "VBLORA": peft.VBLoRAConfig(),
 }
@@ -84,7 +89,7 @@ FAT = {
 
 
 class Base(torch.nn.Module):
-    """A base model of one layer."""
+    """A base model of one layer, the norm before it and an embedding."""
 
     prepare_inputs_for_generation = None  # PEFT looks for it where the task is CAUSAL_LM
 
@@ -98,21 +103,29 @@ class Base(torch.nn.Module):
         layer = torch.nn.Linear(SIDE, SIDE, bias=False)
         layer.weight.data = weight.clone()
         inner.add_module(names[-1], layer)
+        self.get_submodule(NORM.rpartition(".")[0]).add_module(NORM.rpartition(".")[2], torch.nn.RMSNorm(SIDE))
+        self.model.add_module("embed_tokens", torch.nn.Embedding(VOCABULARY, SIDE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule(PATH)(x)
+        return self.get_submodule(PATH)(self.get_submodule(NORM)(x))
 
 
 def measure(config: peft.PeftConfig, weight: torch.Tensor, folder: Path) -> dict:
     """Bytes in the arena of one adapter, of its shared matrices, and of its own tensors in the file."""
-    config.target_modules = ["q_proj"]
+    config.target_modules = [{"LN_TUNING": NORM, "TRAINABLE_TOKENS": EMBED}.get(config.peft_type, PATH)]
     torch.manual_seed(0)
     peft.get_peft_model(Base(weight), config).save_pretrained(folder)
-    shapes = BaseShape({PATH: (SIDE, SIDE)}, dtype=torch.float16, vocab_size=1)
+    sizes = {PATH: (SIDE, SIDE), EMBED: (VOCABULARY, SIDE)}
+    shapes = BaseShape(sizes, dtype=torch.float16, vocab_size=VOCABULARY, norms={NORM: SIDE})
     whole = (0, SIDE)
-    target = Target(PATH, 0, "column", SIDE, SIDE, whole, whole, weight=lambda: weight, bias=lambda: None)
-    packed = image.pack(fold_adapter(read_adapter(folder, shapes), {PATH: target}), torch.float16)
-    pool = Pool(ARENA, 1, 1, "cpu", torch.float16)
+    target = Target(
+        PATH, 0, "column", SIDE, SIDE, whole, whole, weight=lambda: weight, bias=lambda: None,
+        norm=NORM, norm_weight=lambda: torch.ones(SIDE),
+    )  # fmt: skip
+    rows = {"in_features": VOCABULARY, "inputs": (0, VOCABULARY)}
+    tokens = replace(target, path=EMBED, module=1, kind="embedding", norm="", **rows)
+    packed = image.pack(fold_adapter(read_adapter(folder, shapes), {PATH: target, EMBED: tokens}), torch.float16)
+    pool = Pool(ARENA, 1, 2, "cpu", torch.float16)
     pool.register("adapter", packed)
     pool.ensure(["adapter"])
     stats = pool.stats()

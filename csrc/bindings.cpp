@@ -26,6 +26,8 @@ TORCH_LIBRARY(scute, m) {
   m.def(
       "structured(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, Tensor(a!) y) "
       "-> ()");
+  m.def("token_rows(Tensor ids, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
+  m.def("token_logits(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -36,6 +38,8 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("expand", TORCH_FN(scute::cpu::expand));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
   m.impl("structured", TORCH_FN(scute::cpu::structured));
+  m.impl("token_rows", TORCH_FN(scute::cpu::token_rows));
+  m.impl("token_logits", TORCH_FN(scute::cpu::token_logits));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -47,6 +51,8 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("expand", TORCH_FN(scute::cuda::expand));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
   m.impl("structured", TORCH_FN(scute::cuda::structured));
+  m.impl("token_rows", TORCH_FN(scute::cuda::token_rows));
+  m.impl("token_logits", TORCH_FN(scute::cuda::token_logits));
 }
 #endif
 

@@ -210,4 +210,30 @@ inline void check_structured(const at::Tensor& x, const at::Tensor& row_slot, co
   check_modules(table, module, static_cast<int64_t>(columns.size()) - 1);
 }
 
+inline void check_token_rows(const at::Tensor& ids, const at::Tensor& row_slot, const at::Tensor& arena,
+                             const at::Tensor& table, int64_t module, const at::Tensor& y) {
+  SCUTE_CHECK_DTYPE(ids, at::kLong);
+  SCUTE_CHECK_SERVING_DTYPE(y);
+  SCUTE_CHECK_DEVICE(y, ids);
+  SCUTE_CHECK_SHAPE(ids, -1);
+  SCUTE_CHECK_SHAPE(y, ids.size(0), -1);
+  SCUTE_CHECK_CONTIGUOUS(ids);
+  SCUTE_CHECK_ROWS_CONTIGUOUS(y);
+  check_row_slot(ids, row_slot, ids.size(0));
+  check_arena(ids, arena, table);
+  check_modules(table, module, 1);
+}
+
+inline void check_token_logits(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena,
+                               const at::Tensor& table, int64_t module, const at::Tensor& y) {
+  check_input(x);
+  SCUTE_CHECK_DTYPE(y, x.scalar_type());
+  SCUTE_CHECK_DEVICE(y, x);
+  SCUTE_CHECK_SHAPE(y, x.size(0), -1);
+  SCUTE_CHECK_ROWS_CONTIGUOUS(y);
+  check_row_slot(x, row_slot, x.size(0));
+  check_arena(x, arena, table);
+  check_modules(table, module, 1);
+}
+
 }  // namespace scute

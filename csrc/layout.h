@@ -22,7 +22,7 @@ enum Live : int32_t { kDelta = 1, kShared = 2, kRotated = 4, kStructured = 8 };
 
 // One row of the device table: what a tenant does to one projection. Offsets are bytes into the arena.
 struct Entry {
-  int64_t a, b, scale, bias, d, e, rotation, meta, structure, unused;
+  int64_t a, b, scale, bias, d, e, rotation, meta, structure, tokens;
 };
 static_assert(sizeof(Entry) % 16 == 0);  // kernels read it in 16-byte words
 
@@ -48,9 +48,21 @@ constexpr int kAlign = 16;
 SCUTE_HD inline int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 constexpr int kKroneckerRows = 512, kKroneckerValues = 4096;  // limits of p, and of p * r
 
+// A tenant's own rows of the vocabulary: this, their token ids in ascending order, the rows.
+constexpr int kRows = 4;
+struct TokenRows {
+  int32_t kind, count, unused[6];
+};
+static_assert(sizeof(TokenRows) == 32);
+
 SCUTE_HD inline int entry_rank(int64_t meta) { return static_cast<int>(meta & 0xffff); }
 SCUTE_HD inline int entry_block(int64_t meta) { return static_cast<int>(meta >> 16 & 0xffff); }
 SCUTE_HD inline bool entry_one_block(int64_t meta) { return meta >> 32 & 1; }
+
+// Bytes from the beginning of a block of so many tokens to its rows.
+SCUTE_HD inline int64_t token_rows_at(int64_t count) {
+  return static_cast<int64_t>(sizeof(TokenRows)) + (count + 3) / 4 * 16;
+}
 
 struct Slot {
   int32_t live, shared_set, rank;  // the largest rank8 in any module

@@ -32,6 +32,11 @@ using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& are
 
 using StructuredOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
                           int64_t module, IntArrayRef columns, Tensor& y);
+using TokenRowsOp = void(const Tensor& ids, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                         int64_t module, Tensor& y);
+
+using TokenLogitsOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
+                           int64_t module, Tensor& y);
 
 namespace cpu {
 PlanOp plan;
@@ -41,6 +46,8 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
+TokenRowsOp token_rows;
+TokenLogitsOp token_logits;
 }  // namespace cpu
 
 namespace cuda {
@@ -51,6 +58,8 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
+TokenRowsOp token_rows;
+TokenLogitsOp token_logits;
 }  // namespace cuda
 
 }  // namespace scute

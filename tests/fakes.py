@@ -105,7 +105,7 @@ def random_slots(t: Target, *names: str, near: bool = False, seed: int = 0) -> S
             made[name] = "later"  # it follows the norm, which needs the terms
         elif name in ("bias", "base_bias"):
             made[name] = noise(outputs)
-        elif name == "input_scale":
+        elif name in ("input_scale", "norm"):
             made[name] = 1 + noise(inputs, std=spread)
         elif name in ("rotation", "one_block"):
             made["rotation"] = block(inputs // 8 if name == "rotation" else 1, 8)
@@ -191,6 +191,7 @@ def row_norms(slots: Slots, t: Target) -> Tensor:
 def apply_slots(slots: Slots, t: Target, x: Tensor) -> Tensor:
     """The definition at the top of slots.py, for an unsharded target. x: float64 (rows, in)."""
     slots = resolved(slots, t)
+    x = x if slots.norm is None else x * slots.norm.double()
     W, b0 = full_weight(t), t.bias()
     b = torch.zeros(t.out_features) if b0 is None else b0
     b = (b if slots.base_bias is None else slots.base_bias).double()

@@ -1,7 +1,7 @@
 """Tiny base models, and adapters that PEFT itself writes for them.
 
     base = make_base("llama", root)                        # any name of BASES -> folder, made once
-    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS, NEAR or REFUSED -> folder
+    adapter = write_adapter(base, root / "a", "dora")      # any name of ADAPTERS, NEAR, WITH_NORMS or REFUSED
 
 Adapters are far from the identity unless their name ends in _near. Everything is seeded and runs on the CPU in
 float32. Not a test module; needs peft and transformers, not scute_sgl.
@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
+from adapters_embed import EMBED, REFUSED_NORMS, UNTIED, WITH_NORMS
 from adapters_folded import FOLDED
 from adapters_plain import PLAIN
 from peft import IA3Config, LilyConfig, LoraConfig, OFTConfig, PeftModel, VeraConfig, get_peft_model
@@ -42,6 +43,7 @@ BASES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama_tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**SIZES | {"num_key_value_heads": 1}, sliding_window=None),
+    "llama_norms": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama_16bit": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
 }
 
@@ -55,6 +57,8 @@ def make_base(name: str, root: str | os.PathLike, seed: int = 0) -> str:
         for key, parameter in model.named_parameters():
             if key.endswith(".bias"):  # q, k, v of Qwen2; HF starts them at zero
                 torch.nn.init.normal_(parameter, std=0.5)
+            if name.endswith("norms") and key.endswith("norm.weight"):  # HF starts them at one
+                torch.nn.init.normal_(parameter, mean=1, std=0.3)
             if name.endswith("16bit"):  # weights that 16 bits hold exactly: what they round is then the activations
                 parameter.data = parameter.data.bfloat16().float()
         model.save_pretrained(folder)
@@ -177,7 +181,7 @@ ADAPTERS: dict[str, Callable[[str, str], None]] = {
     "oft_head": _oft(target_modules=["q_proj", "lm_head"]),
     "oft_bias_only": _oft(bias="oft_only", target_modules=["q_proj", "k_proj"]),
 }  # fmt: skip
-ADAPTERS |= PLAIN | FOLDED
+ADAPTERS |= PLAIN | FOLDED | EMBED
 # One term of the series is the identity: on a base without biases such an adapter does nothing. Nor does glora_none.
 WITHOUT_EFFECT = {"oft_one_term", "glora_none"}
 
@@ -198,13 +202,12 @@ NEAR: dict[str, Callable[[str, str], None]] = {
 REFUSED: dict[str, Callable[[str, str], None]] = {
     "lily": lambda base, out: _write(LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), False, base, out),
     "lora_saves_head": _lora(modules_to_save=["lm_head"]),
-    "lora_saves_norm": _lora(modules_to_save=["input_layernorm"]),
-}
+} | REFUSED_NORMS
 
 
 def write_adapter(base_dir: str | os.PathLike, out_dir: str | os.PathLike, name: str) -> str:
     """PEFT's save_pretrained of adapter ``name`` on this base, with random weights; returns the folder."""
-    (ADAPTERS | NEAR | REFUSED)[name](str(base_dir), str(out_dir))
+    (ADAPTERS | NEAR | UNTIED | WITH_NORMS | REFUSED)[name](str(base_dir), str(out_dir))
     return str(out_dir)
 
 

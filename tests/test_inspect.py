@@ -136,7 +136,7 @@ def test_a_folder_of_adapters_means_all_of_them(root, capsys):
 
 
 def test_the_table_says_what_it_does_not_know(root, capsys):
-    assert cli.main(["inspect", *(str(folder_of(root, name)) for name in ("lora", "ia3", "lora_saves_norm"))]) == 0
+    assert cli.main(["inspect", *(str(folder_of(root, name)) for name in ("lora", "ia3", "lora_saves_head"))]) == 0
     out = capsys.readouterr().out
     ia3 = next(line for line in out.splitlines() if line.startswith("ia3 "))
     assert ia3.split() == ["ia3", "IA3", "?", "?", "6", "?", "?", "?", "?", "-"]

@@ -21,7 +21,6 @@ from scute_sgl.methods import METHODS, common
 
 @pytest.mark.parametrize("config, field", [
     (lora_config, {"modules_to_save": ["lm_head"]}),
-    (lora_config, {"trainable_token_indices": [3, 5]}),
     (lora_config, {"target_parameters": ["mlp.experts.up_proj"]}),
     (lora_config, {"layer_replication": [[0, 1]]}),
     (lora_config, {"arrow_config": {"top_k": 3}}),

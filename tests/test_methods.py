@@ -10,14 +10,17 @@ import make_adapters
 import pytest
 import torch
 import transformers
+from adapters_embed import UNTIED, WITH_NORMS
 from adapters_folded import IN_FLOAT32 as FOLDED_IN_FLOAT32
 from fakes import structured
 from make_adapters import ADAPTERS, WITHOUT_EFFECT, edit_config, make_base, write_adapter
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from peft_answers import load_peft
 from small_files import refused
 
 from scute_sgl import checkpoint
+from scute_sgl.config import read_base
 from scute_sgl.methods import METHODS, peanut
 from scute_sgl.slots import BaseShape, Slots
 
@@ -31,13 +34,17 @@ ON_OTHER_BASES = {
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
         "unilora_seed", "vblora_topk", "lora_bd", "lora_qalora_head", "alora_head",
-        "lokr", "road", "road_4", "shira_seed", "supertuning_supra",
+        "lokr", "road", "road_4", "shira_seed", "supertuning_supra", "ln_tuning", "ln_tuning_default",
+        "trainable_tokens", "trainable_tokens_head", "lora_tokens", "lora_tokens_head",
+        "lora_tokens_both", "dora_tokens",
     ],
+    "llama_norms": ["ln_tuning", "ln_tuning_saves", *WITH_NORMS],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
 # What PEFT rounds to float32 whatever it computes in: coft's eps / sqrt(n); the logits of top-k weights.
 IN_FLOAT32 = {"oft_coft": 1e-7, "vblora_topk": 1e-6}
-CASES = [("llama", name) for name in ADAPTERS] + [(b, name) for b, names in ON_OTHER_BASES.items() for name in names]
+CASES = [("llama", name) for name in ADAPTERS | UNTIED]
+CASES += [(base, name) for base, names in ON_OTHER_BASES.items() for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +71,8 @@ def shape_of(base_dir, dtype=torch.float32) -> BaseShape:
             shapes[path] = (module.in_features, module.out_features)
         elif isinstance(module, torch.nn.Embedding):
             shapes[path] = (module.num_embeddings, module.embedding_dim)
-    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size)
+    norms, tied = read_base(base_dir, dtype).shape.norms, config.tie_word_embeddings
+    return BaseShape(shapes, dtype=dtype, vocab_size=config.vocab_size, norms=norms, tied=tied)
 
 
 def normal_form(slots: Slots, x, W, b0):
@@ -101,11 +109,17 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
     model = load_peft(base_dir, adapter_dir, dtype=torch.float32).to(dtype)
     fresh = load_peft(base_dir, None)
     generator = torch.Generator().manual_seed(0)
-    changed = 0
-    for path in shape_of(base_dir):
+    changed, shape = 0, shape_of(base_dir)
+    for path in shape.norms:
+        theirs, before = model.get_submodule("base_model.model." + path), fresh.get_submodule(path).weight
+        x = torch.randn(16, len(before), generator=generator)
+        got = torch.nn.functional.rms_norm(x.double(), before.shape, adapter.norms.get(path, before).double(), 1e-6)
+        assert ((got - theirs(x.to(dtype)).double()).abs().max() / got.abs().max()).item() <= max(tolerance, 1e-6), path
+        changed = max(changed, (adapter.norms.get(path, before) - before).abs().max().item())
+    for path in shape:
         theirs, own = model.get_submodule("base_model.model." + path), fresh.get_submodule(path)
         if path not in adapter.modules:
-            assert not isinstance(theirs, BaseTunerLayer), f"{path} was dropped"
+            assert not isinstance(theirs, (BaseTunerLayer, AuxiliaryTrainingWrapper)), f"{path} was dropped"
             continue
         slots, W = adapter.modules[path], own.weight.double()
         b0 = None if getattr(own, "bias", None) is None else own.bias.double()
@@ -120,6 +134,10 @@ def compare(adapter, base_dir, adapter_dir, dtype, tolerance):
             rows = {"alora_offsets": [len(x)]} if adapter.invocation else {}  # all of them
             want = theirs(x[None].to(dtype), **rows)[0]  # as a batch, which some methods need
         got = normal_form(slots, x, W, b0)
+        if (tokens := slots.tokens) is not None and isinstance(own, torch.nn.Embedding):
+            got[tokens.ids] = tokens.rows.double()
+        elif tokens is not None:
+            got[:, tokens.ids] = x @ tokens.rows.double().T
         error = ((got - want.double()).abs().max() / want.abs().max()).item()
         assert error <= tolerance, (path, error)
         plain = x @ W.T + (0 if b0 is None else b0)

@@ -9,6 +9,7 @@ import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
 import test_ops_structured
+import test_ops_tokens
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
 from torch.library import opcheck
@@ -30,6 +31,8 @@ ARGUMENTS = {
     "expand": test_ops_expand.arguments,
     "rotate": test_ops_rotate.arguments,
     "structured": test_ops_structured.arguments,
+    "token_rows": lambda case: test_ops_tokens.row_arguments(case.dtype, case.device),
+    "token_logits": lambda case: test_ops_tokens.logit_arguments(case.dtype, case.device),
 }
 
 

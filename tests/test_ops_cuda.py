@@ -6,6 +6,7 @@ The other op tests run on the GPU too; these add shapes that are too large for t
 
 import pytest
 import test_ops_structured
+import test_ops_tokens
 import torch
 from cuda_cases import (
     COLUMNS, OUT_BEGIN, World, check, check_expand, check_project_and_expand, check_shrink_and_expand, expand_arguments,
@@ -190,3 +191,29 @@ def test_neighbours_change_no_bit(dtype, tile_rows):
         alone.row_slot[row] = batch[row]
         alone.step()
         assert same_bits(crowd.y[row], alone.y[row]) and same_bits(crowd.x[row], alone.x[row]), f"row {row}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_graph_replays_of_token_ops_follow_the_rows(dtype):
+    rows, logits = test_ops_tokens.row_arguments(dtype, "cuda", 24), test_ops_tokens.logit_arguments(dtype, "cuda", 24)
+    given, before = [rows, logits], [rows["y"].clone(), logits["y"].clone()]
+
+    def step():
+        for arguments, y in zip(given, before):
+            arguments["y"].copy_(y)
+        ops.token_rows(**rows)
+        ops.token_logits(**logits)
+
+    step()
+    torch.cuda.synchronize()
+    graph, generator = torch.cuda.CUDAGraph(), torch.Generator().manual_seed(0)
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(100):
+        for arguments in given:
+            arguments["row_slot"].copy_(torch.randint(-1, 6, (24,), generator=generator))
+        results = []
+        for run in (graph.replay, step):
+            run()
+            results.append([arguments["y"].clone() for arguments in given])
+        assert all(map(same_bits, *results)), f"replay {turn}"

@@ -83,19 +83,21 @@ def targets_of(base: str):
     import torch
     from transformers import AutoModelForCausalLM
 
+    from scute_sgl.config import norm_before, norms_of
     from scute_sgl.slots import BaseShape, Target
 
     targets = {}
-    for path, layer in AutoModelForCausalLM.from_pretrained(base).named_modules():
+    model = AutoModelForCausalLM.from_pretrained(base)
+    for path, layer in model.named_modules():
         if not isinstance(layer, (torch.nn.Linear, torch.nn.Embedding)):
             continue
         weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
-        embedding = isinstance(layer, torch.nn.Embedding)
+        embedding, norm = isinstance(layer, torch.nn.Embedding), norm_before(path, model.config.model_type)
         inputs, outputs = weight.shape if embedding else weight.shape[::-1]
         targets[path] = Target(
             path=path,
             module=len(targets),
-            kind="embedding" if embedding else "column",
+            kind="embedding" if embedding else "head" if path == "lm_head" else "column",
             in_features=inputs,
             out_features=outputs,
             inputs=(0, inputs),
@@ -103,9 +105,12 @@ def targets_of(base: str):
             weight=lambda weight=weight: weight,
             bias=lambda bias=bias: None if bias is None else bias.detach(),
             gated_by=path.replace("down_proj", "up_proj") if path.endswith("down_proj") else "",
+            norm=norm,
+            norm_weight=lambda norm=norm: model.get_submodule(norm).weight,
         )
     sizes = {path: (t.in_features, t.out_features) for path, t in targets.items()}
-    return targets, BaseShape(sizes, dtype=torch.float32, vocab_size=sizes["model.embed_tokens"][0])
+    norms, vocab_size = norms_of(targets.values()), sizes["model.embed_tokens"][0]
+    return targets, BaseShape(sizes, dtype=torch.float32, vocab_size=vocab_size, norms=norms, tied=True)
 
 
 def method_and_live(folder: str, targets, shape) -> tuple[str, list[str]]:

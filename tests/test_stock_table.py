@@ -21,6 +21,7 @@ EXACT = {
     "lora_up": "the first request kills the server",
     "lora_q": "KeyError at load",
     "lora_qk": "KeyError at load",
+    "lora_saves_norm": "the first request kills the server",
     "dora": "refused",
     "ia3": "refused with the text 'r'",
     "vera": "refused with the text 'lora_alpha'",
@@ -28,7 +29,6 @@ EXACT = {
 }
 REFUSED = {  # what stock does, and our refusal
     "lora_saves_head": ("wrong: ignored", "[bad_config]: modules_to_save: found ['lm_head']"),
-    "lora_saves_norm": ("the first request kills the server", "[bad_config]: modules_to_save: found ['input_layernorm']"),
     "lily": ("refused with the text 'lora_alpha'", "[unsupported_method]: peft_type: peft_type=LILY: its router averages"),
 }
 

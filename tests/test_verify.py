@@ -33,7 +33,7 @@ def recorded(kit):
     runs, in_a_process = [], verify.in_a_process
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         patch.setattr(verify, "in_a_process", lambda f, job: runs.append(in_a_process(f, job)) or runs[-1])
-        status = cli.main(arguments(kit, *GOOD, "lora_saves_norm"))
+        status = cli.main(arguments(kit, *GOOD, "lora_saves_head"))
     return status, json.loads(out.getvalue()), runs[0]
 
 
@@ -54,7 +54,7 @@ def rows_of(capsys) -> dict[str, dict]:
 
 def test_good_adapters_are_ok_and_a_refused_one_is_a_row(recorded):
     status, rows, answered = recorded
-    assert [row["name"] for row in rows] == ["base", *GOOD, "lora_saves_norm"]
+    assert [row["name"] for row in rows] == ["base", *GOOD, "lora_saves_head"]
     assert all(list(row) == KEYS for row in rows)
     for row in rows[:-1]:
         assert row["ok"] and row["max_error"] <= 1e-5 and row["reason"] == ""

@@ -27,6 +27,23 @@ struct Arena {
   }
 };
 
+// A tenant's own rows of the vocabulary.
+template <typename T>
+struct Tokens {
+  const int32_t* ids;
+  const T* rows;  // [count][width]
+  int64_t count;
+
+  Tokens(const Arena& arena, int64_t offset, int64_t width) {
+    const TokenRows& head = *arena.at<TokenRows>(offset, 1);
+    TORCH_CHECK(head.kind == kRows && head.count >= 0, "the block at arena byte ", offset, " is of kind ", head.kind,
+                " with ", head.count, " rows; want kind ", kRows, " and none or more");
+    count = head.count;
+    ids = arena.at<int32_t>(offset + static_cast<int64_t>(sizeof(TokenRows)), count);
+    rows = arena.at<T>(offset + token_rows_at(count), count * width);
+  }
+};
+
 // The device table's rows for one layer; null for a slot of nobody.
 struct Entries {
   const Entry* data;

@@ -70,6 +70,9 @@ class ScuteBackend(BaseLoRABackend):
             raise RuntimeError("scute's backend was built without scute's manager; the plugin's hooks are not in place")
         super().__init__(max_loras_per_batch, device)
         self.variant = Variant()
+        # Whether anything but the output head reads the last norm's output.
+        read = ("enable_return_hidden_states", "is_embedding")
+        self.gives_hidden_states = any(getattr(server_args, name, False) for name in read)
         self.reached: set[int] = set()  # linear sites that a forward pass has run, live or not
         self._live = 0
 

@@ -69,9 +69,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A is
-    looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits of
-    layout.py."""
+    """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A and own
+    rows are looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits
+    of layout.py."""
 
     own: int
     live: int
@@ -88,6 +88,9 @@ def cost(modules: Mapping[int, tuple[Target, Folded]], packed: Image) -> Cost:
             column = round_up(folded.A.shape[0], RANK_STEP) * item
             row += column
             looked_up += column * (t.inputs[1] - t.inputs[0])
+        if t.kind == "embedding" and folded.tokens is not None and not _reads_rows(modules):
+            row += folded.tokens.rows.shape[1] * item
+            looked_up += folded.tokens.rows.numel() * item
     shared = [t for t, folded in modules.values() if folded.shared is not None]
     if not shared:
         return Cost(packed.nbytes - looked_up, packed.live, row)
@@ -95,6 +98,11 @@ def cost(modules: Mapping[int, tuple[Target, Folded]], packed: Image) -> Cost:
     inputs = {fused_layer(t.path): t.inputs[1] - t.inputs[0] for t in shared}
     width = sum(inputs.values()) + sum(t.outputs[1] - t.outputs[0] for t in shared)
     return Cost(packed.nbytes - looked_up, packed.live, row, width * packed.shared.rank8 * item, packed.shared.key)
+
+
+def _reads_rows(modules: Mapping[int, tuple[Target, Folded]]) -> bool:
+    """Whether the output head has rows too: it reads all of them, and a tied embedding has the same copy."""
+    return any(t.kind == "head" and folded.tokens is not None for t, folded in modules.values())
 
 
 def fused_layer(path: str) -> str:

@@ -8,7 +8,7 @@ weight is read and SGLang is not imported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,18 @@ ROW = ("o_proj", "down_proj")
 FUSED = ("qkv_proj", "gate_up_proj")  # where Hugging Face fuses them too, SGLang still knows the parts only
 MOST_LAYERS = 4096  # or experts
 VOCABULARY_STEP = 64  # SGLang pads a vocabulary to a multiple of it
+
+# Model types, as SGLang and Hugging Face have them, whose layers are x + attention(norm(x)), then x + mlp(norm(x)),
+# and the readers of each norm there. In other models a norm of these names may lie elsewhere, scale by 1 + w or feed a
+# router.
+PRE_NORM = ("llama", "mistral", "qwen2", "qwen3")
+LAST_NORM = "model.norm"
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    LAST_NORM: ("lm_head",),
+}
+NORM_OF = {reader: norm for norm, readers in READERS.items() for reader in readers}
 
 
 @dataclass(frozen=True)
@@ -67,10 +79,31 @@ def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> 
     layers = layers_of(model)
     return Base(
         BaseShape(
-            shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=lambda: layers
+            shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=lambda: layers,
+            norms=norms_of(targets[0].values()), tied=bool(config.tie_word_embeddings),
         ),
         targets,
     )
+
+
+def norm_before(path: str, model_type: str | None) -> str:
+    """The path of the norm whose output a layer reads in this type of model; "" for none, or where it is not known."""
+    if model_type not in PRE_NORM:
+        return ""
+    block, _, leaf = path.rpartition(".")
+    layer, _, part = block.rpartition(".")
+    norm = NORM_OF.get(f"{part}.{leaf}".lstrip("."), "")
+    return f"{layer}.{norm}".lstrip(".") if norm else ""
+
+
+def norms_of(targets: Iterable[Target]) -> dict[str, int]:
+    """Path -> width of the norms all of whose readers are targets."""
+    found: dict[str, list[Target]] = {}
+    for t in targets:
+        if t.norm:
+            found.setdefault(t.norm, []).append(t)
+    readers = {norm.rpartition(".")[2]: len(layers) for norm, layers in READERS.items()}
+    return {path: ts[0].in_features for path, ts in found.items() if len(ts) == readers[path.rpartition(".")[2]]}
 
 
 def served_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -165,6 +198,8 @@ def _targets(
             weight=_no_weight,
             bias=_bias(model.get_submodule(path), held_out),
             gated_by=f"{parent}.up_proj" if gated else "",
+            norm=norm_before(path, config.model_type),
+            norm_weight=lambda inputs=inputs: torch.ones(()).expand(inputs),
         )
     return found
 

@@ -5,6 +5,8 @@
         s      = scale * dora                dora = magnitude / ||row of (W + sum_k B_k A_k)||
         scale' = s * gain - 1                the identity is dropped, because 16 bits keep s - 1 but not s
         bias'  = gain * (b - s * b0)         b = (base_bias or b0) + bias
+        R'     = diag(norm) R                a norm's trained over its base weight, for the layers behind it
+        A'     = A diag(norm)                S and own rows of an output head likewise
         B'     = gain * dora * B             terms are outside s: a plain scale leaves them alone
         e'     = gain * e
         S'     = round(W + S) - W where PEFT adds S to W in W's dtype
@@ -24,9 +26,9 @@ from torch import Tensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
-from scute_sgl.resolve import fold_gates, is_split, products, resolve
+from scute_sgl.resolve import fold_gates, fold_norms, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, Slots, Sparse, Target, Term
+from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, Slots, Sparse, Target, Term, Tokens
 from scute_sgl.structured import Structure, as_rounded
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
@@ -54,7 +56,7 @@ def fold_adapter(
         unknown = sorted(adapter.modules.keys() - targets.keys())
         if unknown:
             raise AdapterError("unknown_key", "the base model has no such adaptable module", module=unknown[0])
-        modules = fold_gates(adapter.modules, targets)
+        modules = fold_gates(fold_norms(adapter.modules, adapter.norms, targets), targets)
         return modules, products(modules, targets)
 
     modules, found = agree(with_own_products, share)
@@ -134,6 +136,7 @@ def live_slots(folded: Collection[Folded]) -> list[str]:
         "e": any(f.shared is not None for f in folded),
         "S": any(isinstance(f.structure, (Kronecker, Sparse)) for f in folded),
         "mix": any(isinstance(f.structure, Mix) for f in folded),
+        "rows": any(f.tokens is not None for f in folded),
     }
     return [name for name, is_live in found.items() if is_live]
 
@@ -145,6 +148,8 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
     shared, lift = slots.shared, product(dora, slots.gain)
     if B is not None and lift is not None:
         B = (B * lift[:, None]).float()
+    if A is not None and slots.norm is not None:
+        A = (A * slots.norm).float()
     if shared is not None:
         shared = replace(shared, d=shared.d.float(), e=product(shared.e, slots.gain).float())
     scale = product(dora, slots.scale, slots.gain)
@@ -155,7 +160,8 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
         bias=_shift(slots, t, product(dora, slots.scale), adds_bias),
         rotation=_rotation(slots),
         shared=shared,
-        structure=_structure(slots.structure, t),
+        structure=_structure(slots, t),
+        tokens=slots.tokens and Tokens(slots.tokens.ids, product(slots.tokens.rows, slots.norm).float()),
     )
 
 
@@ -183,19 +189,23 @@ def _shift(slots: Slots, t: Target, s: Tensor | None, adds_bias: bool) -> Tensor
 
 def _rotation(slots: Slots) -> Tensor | None:
     """R - I: (in,) for a diagonal, else (in / b or 1, b, b)."""
-    if slots.input_scale is not None:
-        return (slots.input_scale.double() - 1).float()
     if slots.rotation is None:
-        return None
+        diagonal = product(slots.norm, slots.input_scale)
+        return None if diagonal is None else (diagonal - 1).float()
     blocks = slots.rotation.double()
+    if slots.norm is not None:
+        blocks = slots.norm.double().view(-1, blocks.shape[-1], 1) * blocks
     return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
 
 
-def _structure(s: Structure | None, t: Target) -> Structure | None:
+def _structure(slots: Slots, t: Target) -> Structure | None:
+    s = slots.structure
     if isinstance(s, Mix):
         return replace(s, f1=(s.f1.double() - 1).float(), f2=s.f2.float())
     if isinstance(s, Sparse):
-        return replace(s, values=as_rounded(s, t.weight()) if s.rounded else s.values.float(), rounded=False)
+        values = as_rounded(s, t.weight()) if s.rounded else s.values
+        by = None if slots.norm is None else slots.norm[s.columns]
+        return replace(s, values=product(values, by).float(), rounded=False)
     if isinstance(s, Kronecker):
         return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
     return None

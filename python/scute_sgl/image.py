@@ -18,7 +18,7 @@ from torch import Tensor
 from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, Kronecker, SharedTerm, Target
+from scute_sgl.slots import Folded, Kronecker, SharedTerm, Target, Tokens
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -66,7 +66,7 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
     packer = _Packer(dtype)
     entries = torch.full((max(folded, default=-1) + 1, layout.FIELDS), -1, dtype=torch.int64)
     entries[:, layout.META] = 0
-    live, rank_max, shared = 0, 0, None
+    live, rank_max, shared, rotation, tokens = 0, 0, None, None, None
     for module, (t, f) in sorted(folded.items()):
         offsets, rank8, block, one_block = {}, 0, 0, False
         if f.A is not None:
@@ -78,6 +78,11 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
             offsets[layout.SCALE] = packer.add(f.scale, t, "scale")
         if f.bias is not None:
             offsets[layout.BIAS] = packer.add(f.bias, t, "bias")
+        if f.tokens is not None:
+            rows = packer.pack_tokens(f.tokens, t)
+            again = tokens is not None and torch.equal(tokens[0], rows)  # a tied pair has the same
+            tokens = rows, tokens[1] if again else packer.append(rows)
+            offsets[layout.TOKENS] = tokens[1]
         live |= layout.DELTA if offsets else 0
         if f.shared is not None:
             shared = _one_set(shared, f.shared, t)
@@ -87,7 +92,10 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
         if f.rotation is not None:
             block = _fits(1 if f.rotation.dim() == 1 else f.rotation.shape[-1], t, "rotation block")
             one_block = f.rotation.dim() == 3 and f.rotation.shape[0] == 1
-            offsets[layout.ROTATION] = packer.add(f.rotation, t, "rotation")
+            # Layers behind one norm have the same diagonal, next to each other.
+            again = rotation is not None and not f.rotation.is_meta and _same(rotation[0], f.rotation)
+            rotation = f.rotation, rotation[1] if again else packer.add(f.rotation, t, "rotation")
+            offsets[layout.ROTATION] = rotation[1]
             live |= layout.ROTATED
         if f.structure is not None:
             offsets[layout.STRUCTURE] = packer.add_structure(f.structure, t)
@@ -142,6 +150,7 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
         rotation=get(layout.ROTATION, *((inputs,) if block == 1 else blocks)),
         shared=shared,
         structure=None if entry[layout.STRUCTURE] < 0 else _unpack_structure(image, entry[layout.STRUCTURE]),
+        tokens=None if entry[layout.TOKENS] < 0 else _unpack_tokens(image, entry[layout.TOKENS], t),
     )
 
 
@@ -155,6 +164,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def _unpack_tokens(image: Image, offset: int, t: Target) -> Tokens:
+    width = t.out_features if t.kind == "embedding" else t.in_features
+    ids, rows = layout.unpack_rows(image.data, offset, width, image.dtype)
+    return Tokens(ids.long(), rows.float())
+
+
 class _Packer:
     """Collects tensors in the serving dtype, then lays them into one buffer."""
 
@@ -163,15 +178,26 @@ class _Packer:
 
     def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
         """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
-        cast = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-        if tensor.is_floating_point() and not cast.is_meta and not all_finite(cast):
-            largest = tensor.abs().max().item()
-            hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
-            raise AdapterError("bad_config", hint, module=t.path, key=name)
-        packed, offset = pack(cast), self.size
+        return self.append(pack(self._cast(tensor, t, name)))
+
+    def pack_tokens(self, tokens: Tokens, t: Target) -> Tensor:
+        return layout.pack_rows(tokens.ids, self._cast(tokens.rows, t, "rows"))
+
+    def append(self, packed: Tensor) -> int:
+        offset = self.size
         self.parts.append((offset, packed))
         self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
         return offset
+
+    def _cast(self, tensor: Tensor, t: Target, name: str) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        cast = tensor.to(self.dtype)
+        if not cast.is_meta and not all_finite(cast):
+            largest = tensor.abs().max().item()
+            hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
+            raise AdapterError("bad_config", hint, module=t.path, key=name)
+        return cast
 
     def add_structure(self, s: structured.Structure, t: Target) -> int:
         """Offset of its block, whose tensors follow one another."""
@@ -217,11 +243,14 @@ def _one_set(seen: tuple[SharedTerm, Target] | None, term: SharedTerm, t: Target
     if seen is None:
         return term, t
     first = seen[0]
-    pairs = ((first.A, term.A), (first.B, term.B))
-    if not all(a is b or a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):
+    if not (_same(first.A, term.A) and _same(first.B, term.B)):
         hint = f"other shared matrices than {seen[1].path}; one pair per adapter is supported"
         raise AdapterError("bad_config", hint, module=t.path)
     return seen
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or a.shape == b.shape and (a.is_meta or torch.equal(a, b))
 
 
 def _pack_set(term: SharedTerm, t: Target, dtype: torch.dtype, pin: bool) -> SharedSet:

@@ -95,9 +95,11 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
     if found.adapter is None:
         return named | values
     adapter, packed = found.adapter, found.packed
-    values["modules"] = len(adapter.modules)
+    rows = any(slots.tokens is not None for slots in adapter.modules.values())
+    if base is not None or not rows:  # which may be those of a tied output head too
+        values["modules"] = len(adapter.modules) + len(adapter.norms)
     values["invocation_tokens"] = [*adapter.invocation]
-    values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values()))
+    values["needs_base_weight"] = any(map(needs_base_weight, adapter.modules.values())) or bool(adapter.norms)
     if packed is not None:
         pieces = [folded for _, folded in found.modules.values()]
         values["live"] = live_slots(pieces)
@@ -105,12 +107,19 @@ def row(found: Found, base: Base | None, dtype: torch.dtype) -> dict:
         values["bytes"] = packed.nbytes
         values["shared_bytes"] = packed.shared.nbytes if packed.shared else 0
     if base is not None:
-        values["bytes_as_lora64"] = lora_bytes(adapter.modules, base.targets, dtype)
+        values["bytes_as_lora64"] = lora_bytes(changed(adapter, base.targets[0]), base.targets, dtype)
     elif packed is not None and all(s.terms or s.structure for s in adapter.modules.values()):  # which have both widths
         values["bytes_as_lora64"] = lora_bytes(adapter.modules, [_targets_of(adapter)], dtype)
     if base is not None or all(slots.input_scale is None for slots in adapter.modules.values()):
         values["folded"] = folded_slots(adapter.modules.values(), values["live"] or ())
+        values["folded"] += ["norm"] if adapter.norms else []
     return named | values
+
+
+def changed(adapter: Adapter, targets: Mapping[str, Target]) -> list[str]:
+    """Paths of the layers that an adapter changes, those behind its norms included."""
+    behind = (path for path, t in targets.items() if t.norm in adapter.norms and path not in adapter.modules)
+    return [*adapter.modules, *behind]
 
 
 def folded_slots(modules: Collection[Slots], live: Collection[str]) -> list[str]:
@@ -149,6 +158,8 @@ def _folded(adapter: Adapter, base: Base, rank: int) -> Modules:
 
 def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
     """Targets as wide as the adapter's own tensors; None if its slots depend on more of the base than widths."""
+    if adapter.norms or any(slots.tokens is not None for slots in adapter.modules.values()):
+        return None
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):
         product = s.structure if isinstance(s.structure, Kronecker) else None  # no other one tells both widths

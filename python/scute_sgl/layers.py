@@ -95,6 +95,13 @@ class Adapters:
             v = torch.empty((1, ids.shape[0], self.backend.stride), dtype=torch.float32, device=ids.device)
             ops.lookup(ids, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, 0, held, y.dtype, v)
             self._expand(rows, v, None, y)
+            ops.token_rows(ids, plan.row_slot, pool.arena, pool.table, self.module, y)
+
+    def give_logits(self, rows: Rows, x: Tensor, y: Tensor) -> None:
+        """An output head's logits of the tokens for which tenants have rows of their own."""
+        if self.backend.live & DELTA:
+            plan, pool = rows.planned(x.shape[0]), self.backend.pool
+            ops.token_logits(x, plan.row_slot, pool.arena, pool.table, self.module, y)
 
     def _partials(self, rows: Rows, x: Tensor, slices: int) -> Tensor:
         """Scratch for sums over inputs. Few rows leave the GPU to many inputs: decoding sums its chunks apart."""
@@ -185,7 +192,9 @@ class ScuteHead(BaseLayerWithLoRA):
             inputs = self.adapters.rotate(rows, x)[0] if self.backend.live & ROTATED else x
             return torch.matmul(inputs, self.weight.T)
 
-        return self.adapters.around(rows, x, base)
+        y = self.adapters.around(rows, x, base)
+        self.adapters.give_logits(rows, x, y)
+        return y
 
     def set_lm_head_pass(self, index: int) -> None:
         self.backend._lm_head_pass_idx = index

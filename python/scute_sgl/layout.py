@@ -9,6 +9,8 @@ inside a block every tensor is aligned to ALIGN bytes and stored in the serving 
     scale, bias, d, e, diagonal R     plain vectors (d padded to rank8)
     rotation [in / b or 1][b][b]
     structure: STRUCTURE_HEADER int32 words, a kind and its sizes, then the kind's own tensors (structured.py)
+    tokens: ROWS_HEADER int32 words, ROWS and the number n of tokens; n ids in ascending order, int32, of those that
+            this rank holds; at the next multiple of ALIGN the rows [n][width]
 
 rank8 is the rank rounded up to a multiple of 8, the tail filled with zeros.
 
@@ -28,9 +30,12 @@ RANK_STEP = 8
 K_CHUNK = 1024  # a shrink sums its inputs in chunks of this many, in order, in every batch
 
 # table[slot][module][...]
-A, B, SCALE, BIAS, D, E, ROTATION, META, STRUCTURE = range(9)
+A, B, SCALE, BIAS, D, E, ROTATION, META, STRUCTURE, TOKENS = range(10)
 FIELDS = 10  # kernels read an entry in 16-byte words, so their number is even
 # META = rank8 | rotation block size << 16 (0: none, 1: diagonal) | one block serves all << 32
+
+# the first word of a block of own rows
+ROWS, ROWS_HEADER = 4, 8
 
 # slot table[slot][...]
 LIVE, SHARED_SET, RANK = range(3)  # RANK: the largest rank8 in any module
@@ -106,3 +111,22 @@ def pack_b(B: Tensor) -> Tensor:
 def unpack_b(packed: Tensor) -> Tensor:
     """Inverse of :func:`pack_b`: (out, rank8)."""
     return packed.permute(1, 0, 2).reshape(packed.shape[1], -1)
+
+
+def pack_rows(ids: Tensor, rows: Tensor) -> Tensor:
+    """Ascending ids (n,) and rows (n, width) -> their block, uint8."""
+    head = torch.zeros(ROWS_HEADER + round_up(len(ids), 4), dtype=torch.int32)
+    head[:2] = torch.tensor([ROWS, len(ids)])
+    head[ROWS_HEADER : ROWS_HEADER + len(ids)] = ids
+    return torch.cat([head.view(torch.uint8), rows.contiguous().view(torch.uint8).flatten()])
+
+
+def unpack_rows(data: Tensor, offset: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inverse of :func:`pack_rows` for the block at a byte offset: views, ids int32 (n,) and rows (n, width)."""
+    begin = offset + 4 * ROWS_HEADER
+    kind, count = data[offset:begin].view(torch.int32)[:2].tolist()
+    if kind != ROWS:
+        raise ValueError(f"a block of kind {kind}; want {ROWS}")
+    ids = data[begin : begin + 4 * count].view(torch.int32)
+    begin += 4 * round_up(count, 4)
+    return ids, data[begin : begin + count * width * dtype.itemsize].view(dtype).view(count, width)

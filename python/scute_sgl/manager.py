@@ -20,6 +20,7 @@ from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_
 from scute_sgl import build, hooks, image, invocation, ops, targets
 from scute_sgl.backend import built_by_manager
 from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
+from scute_sgl.config import LAST_NORM
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold_adapter, live_slots, needs_base_weight
 from scute_sgl.hub import local_folder
@@ -81,6 +82,8 @@ class ScuteManager(LoRAManager):
             raise ValueError("--lora-backend scute found no layer in this model that adapters could change")
         self.targets = {target.path: target for site in sites for target in site.targets}
         self.base_shape = targets.base_shape(self.base_model, sites, self.dtype, self.base_hf_config)
+        if self.lora_backend.gives_hidden_states:
+            self.base_shape.norms.pop(LAST_NORM, None)
         self.site_of = {t.module: site.module for site in sites for t in site.targets}
         arena_bytes = self.ranks.min(options.arena_bytes(self.device))  # GPUs of one model may differ a little
         self.max_file_bytes = _max_file_bytes(arena_bytes * self.ranks.size // self.dtype.itemsize, self.base_shape)
@@ -130,6 +133,7 @@ class ScuteManager(LoRAManager):
         agree(lambda: self.pool.register(ref.lora_id, packed, bool(ref.pinned), block_bytes), share)
         live = live_slots([f for _, f in folded.values()])
         needs_base = any(self._reads_base(path, slots) for path, slots in adapter.modules.items())
+        needs_base = needs_base or bool(adapter.norms)
         known = ref.lora_name, adapter.method, live, packed.nbytes, needs_base, changed, adapter.invocation
         self.tenants[ref.lora_id] = Tenant(*known)
         self.lora_refs[ref.lora_id] = ref

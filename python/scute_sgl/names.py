@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,6 +21,9 @@ MODULE_PREFIX, SHARED_PREFIX = "base_model.model.", "base_model."
 # What an adapter may store of the base model itself, beside its own tensors. PEFT wraps an adapted module, so
 # there the base's parameters sit under base_layer.
 BASE_PARAMETERS = ("base_layer.weight", "base_layer.bias", "weight", "bias")
+
+# A norm's own weight: as LN_TUNING's, or as one of modules_to_save. Elsewhere "weight" has two dimensions.
+NORM_WEIGHTS = ("ln_tuning_layers.weight", "weight")
 
 # Module paths depend on how the base was wrapped when the adapter was trained: (start in the file, start in the
 # base). One rewrite holds for a whole file, and only if every key then names a module of the base.
@@ -43,6 +46,7 @@ class Module:
     out_features: int | None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     adapted: bool = False  # holds tensors of the method, not only copies of base parameters
+    is_norm: bool = False  # a norm with a weight of the adapter's own; both sizes are its width
 
     @property
     def is_embedding(self) -> bool:
@@ -95,25 +99,29 @@ def group(
         else:
             want = ", ".join([f"{MODULE_PREFIX}<module>.<{' | '.join(own)}>", *(SHARED_PREFIX + s for s in shared)])
             raise AdapterError("unknown_key", f"not a tensor of this method; want {want}", key=key)
-    rewrite = _rewrite(by_path, base)
+    known = {} if base is None else base | {path: (width, width) for path, width in base.norms.items()}
+    rewrite = ("", "") if base is None else _rewrite(by_path, known)
     modules = []
     for file_path, parts in by_path.items():
         path = rewrite[1] + file_path.removeprefix(rewrite[0])
-        if base is not None and path not in base:
+        if base is not None and path not in known:
             key = MODULE_PREFIX + file_path + "." + next(iter(parts))
-            raise AdapterError("unknown_key", f"the base has no adaptable module {file_path!r}", key=key)
-        sizes = base[path] if base is not None else (None, None)
-        modules.append(Module(path, file_path, *sizes, parts, adapted=any(name in parts for name in own)))
+            of_norms = "; of norms, a plain RMSNorm that adaptable layers alone read" if "norm" in path else ""
+            raise AdapterError("unknown_key", f"the base has no adaptable module {file_path!r}{of_norms}", key=key)
+        alone = any(parts[name].dim() == 1 for name in NORM_WEIGHTS if name in parts)
+        is_norm = path in base.norms if base is not None else alone
+        adapted = any(name in parts for name in own)
+        modules.append(Module(path, file_path, *known.get(path, (None, None)), parts, adapted, is_norm))
     return modules, in_common
 
 
-def _rewrite(paths: Iterable[str], base: BaseShape | None) -> tuple[str, str]:
-    if base is None or all(path in base for path in paths):
+def _rewrite(paths: Iterable[str], known: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
+    if all(path in known for path in paths):
         return "", ""
     fits = [
         (old, new)
         for old, new in REWRITES
-        if all(path.startswith(old) and new + path.removeprefix(old) in base for path in paths)
+        if all(path.startswith(old) and new + path.removeprefix(old) in known for path in paths)
     ]
     return fits[0] if len(fits) == 1 else ("", "")  # none or several: the caller names the first unmatched key
 

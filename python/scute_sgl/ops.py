@@ -134,6 +134,24 @@ def structured(
     _ops.structured(x, row_slot, arena, table, module, columns, y)
 
 
+def token_rows(ids: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> None:
+    """y[row] = the tenant's own row of token ids[row], where it has one: the last op of an embedding.
+
+    ids int64 (n,), which count from this rank's first token, as those of the tenants' blocks do; row_slot int32 (n,);
+    y (n, width). Other rows keep their bits.
+    """
+    _ops.token_rows(ids, row_slot, arena, table, module, y)
+
+
+def token_logits(x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> None:
+    """y[row, id] = x[row] . the tenant's own row of token id, for each of its tokens: the last op of an output head.
+
+    x (n, in), the input before any rotation; row_slot int32 (n,); y (n, out). In float32, rounded once; other columns
+    keep their bits. On the CPU an id past y's columns raises; on CUDA it is skipped.
+    """
+    _ops.token_logits(x, row_slot, arena, table, module, y)
+
+
 def _fake(*args) -> None:
     """Nothing to allocate and nothing to infer, but one device is needed here as well."""
     devices = {str(arg.device) for arg in args if isinstance(arg, Tensor)}
@@ -141,5 +159,7 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured"):
+_NAMES = "plan shrink lookup project expand rotate structured token_rows token_logits"
+
+for _name in _NAMES.split():
     register_fake(f"scute::{_name}", _fake)

@@ -202,9 +202,9 @@ def draw(file: Path, tenants: list[Tenant], most: int, layers: list[int], gpu: G
 def _tenant(found, base, dtype) -> Tenant:
     from scute_sgl.byte_model import cost
     from scute_sgl.image import pack
-    from scute_sgl.inspection import lora_modules
+    from scute_sgl.inspection import changed, lora_modules
 
-    modules, packed = lora_modules(found.adapter.modules, base.targets[0]), found.packed
+    modules, packed = lora_modules(changed(found.adapter, base.targets[0]), base.targets[0]), found.packed
     shared = packed.shared.nbytes if packed.shared else 0
     as_lora = cost(modules, pack(modules, dtype))
     return Tenant(found.name, found.method, cost(found.modules, packed), as_lora, packed.nbytes, shared)

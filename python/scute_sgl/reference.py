@@ -205,6 +205,25 @@ def matrices(s: blocks.Structure, outputs: int, inputs: int) -> tuple[Tensor, Te
     return M, S
 
 
+def token_rows(ids: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> Tensor:
+    dtype, y = y.dtype, y.double()
+    for row, slot in enumerate(row_slot.tolist()):
+        if slot >= 0 and (entry := Entry(arena, table, dtype, slot, module)).has(layout.TOKENS):
+            own, rows = entry.tokens(y.shape[1])
+            if ids[row] in own:
+                y[row] = rows[own == ids[row]]
+    return y
+
+
+def token_logits(x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> Tensor:
+    y = y.double()
+    for row, slot in enumerate(row_slot.tolist()):
+        if slot >= 0 and (entry := Entry(arena, table, x.dtype, slot, module)).has(layout.TOKENS):
+            own, rows = entry.tokens(x.shape[1])
+            y[row, own.long()] = rows @ x[row].double()
+    return y
+
+
 class Entry:
     """What one slot does to one module: its tensors, unpacked from the arena, in float64."""
 
@@ -224,6 +243,11 @@ class Entry:
 
     def b(self, outputs: int) -> Tensor:
         return layout.unpack_b(self.read(layout.B, self.rank8 // 8, outputs, 8))
+
+    def tokens(self, width: int) -> tuple[Tensor, Tensor]:
+        """Its own tokens, and their rows."""
+        ids, rows = layout.unpack_rows(self.arena, self.fields[layout.TOKENS], width, self.dtype)
+        return ids, rows.double()
 
 
 def read(arena: Tensor, dtype: torch.dtype, offset: int, *shape: int) -> Tensor:

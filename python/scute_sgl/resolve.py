@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scute_sgl.errors import AdapterError
-from scute_sgl.linalg import compact, full_float32, product, times
+from scute_sgl.linalg import all_finite, compact, full_float32, product, times
 from scute_sgl.slots import FromWeight, Slots, Sparse, Target, Term
 
 MAX_SECONDS = 120  # of a load that no other request can interrupt; SGLang's watchdog ends a server after 300
@@ -39,6 +39,38 @@ def fold_gates(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> d
         modules[up] = replace(above, gain=product(above.gain, slots.input_scale).float())
         modules[path] = replace(slots, input_scale=None)
     return modules
+
+
+def fold_norms(
+    modules: Mapping[str, Slots], norms: Mapping[str, Tensor], targets: Mapping[str, Target]
+) -> dict[str, Slots]:
+    """Give every layer behind a trained norm the ratio of its weight to the base's, as the slot ``norm``.
+
+    The trained weight is rounded to the base's dtype, as PEFT's load does. AdapterError ``unknown_key`` for a norm that
+    no target reads, ``bad_shape`` for another width, ``wrong_base`` where only the base's weight is 0.
+    """
+    modules, ratios = dict(modules), {}
+    for path, t in targets.items():
+        if t.norm in norms:
+            if t.norm not in ratios:
+                ratios[t.norm] = _ratio(t.norm, norms[t.norm], t.norm_weight())
+            modules[path] = replace(modules.get(path, Slots()), norm=ratios[t.norm])
+    if unread := sorted(norms.keys() - ratios.keys()):
+        raise AdapterError("unknown_key", "no adaptable layer reads this norm alone", module=unread[0])
+    return modules
+
+
+def _ratio(path: str, trained: Tensor, weight: Tensor) -> Tensor:
+    if trained.shape != weight.shape:
+        found, want = tuple(trained.shape), tuple(weight.shape)
+        raise AdapterError("bad_shape", f"found shape {found}, want {want}", module=path, key="weight")
+    before, after = weight.detach().cpu().double(), trained.to(weight.dtype).double()
+    ratio = torch.where(after == before, 1.0, after / before)
+    if not all_finite(ratio):
+        where = int((~ratio.isfinite()).nonzero()[0])
+        hint = f"input {where}: found {after[where]:g} over the base's {before[where]:g}; want a finite ratio"
+        raise AdapterError("wrong_base", hint, module=path, key="weight")
+    return ratio
 
 
 def products(modules: Mapping[str, Slots], targets: Mapping[str, Target]) -> dict[str, Tensor]:

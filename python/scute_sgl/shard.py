@@ -2,8 +2,9 @@
 
 Only ``Target.inputs`` and ``Target.outputs`` decide, so column, row, merged, replicated and KV-replicated
 layers, heads and embeddings need no cases of their own: what runs over outputs (B, e, scale, magnitude, biases,
-gain) is cut by outputs, what runs over inputs (A, input_scale, rotation blocks) by inputs. The parts are views.
-A Kronecker product is cut by its blocks; where they straddle shards it becomes the low-rank term that it is.
+gain) is cut by outputs, what runs over inputs (A, input_scale, norm, rotation blocks) by inputs. The parts are views.
+A Kronecker product is cut by its blocks; where they straddle shards, or a norm scales its inputs, it becomes the low-rank
+term that it is.
 
 Every shape is checked against the whole module here, so that a wrong tensor is refused and never cut askew.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from scute_sgl import structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
+from scute_sgl.slots import Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term, Tokens
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -29,11 +30,14 @@ def shard(slots: Slots, t: Target) -> Slots:
     elsewhere = slots.shared, slots.input_scale, slots.rotation, slots.structure
     if t.kind == "embedding" and any(slot is not None for slot in elsewhere):
         raise AdapterError("unsupported_method", "an embedding takes A, B, scale and bias only", module=t.path)
+    if slots.norm is not None and slots.shared is not None:
+        hint = "its matrices are shared with other tenants, so they cannot take this adapter's own norm"
+        raise AdapterError("unsupported_method", f"{hint} {t.norm!r}; train without it", module=t.path)
     if slots.input_scale is not None and slots.rotation is not None:
         raise AdapterError("bad_config", "found both an input scale and a rotation, want one", module=t.path)
     if slots.structure is not None and (slots.magnitude is not None or slots.gain is not None):
         raise AdapterError("unsupported_method", "has a magnitude or a gain beside a structure", module=t.path)
-    terms, structure = _structure(slots.structure, t)
+    terms, structure = _structure(slots.structure, t, slots.norm is not None)
     weight_axes = ("in", "out") if t.kind == "embedding" else ("out", "in")
     by_outputs = ("scale", "magnitude", "bias", "base_bias", "gain")
     return replace(
@@ -43,6 +47,8 @@ def shard(slots: Slots, t: Target) -> Slots:
         shared=slots.shared and _shared(slots.shared, t),
         rotation=None if slots.rotation is None else _rotation(slots.rotation, t),
         input_scale=_cut(slots.input_scale, t, "input_scale", "in"),
+        norm=_cut(slots.norm, t, "norm", "in"),
+        tokens=slots.tokens and _tokens(slots.tokens, t),
         base_weight=_cut(slots.base_weight, t, "base_weight", *weight_axes),
         **{name: _cut(getattr(slots, name), t, name, "out") for name in by_outputs},
     )
@@ -78,6 +84,17 @@ def _shared(term: SharedTerm, t: Target) -> SharedTerm:
     return replace(term, d=_cut(term.d, t, "d", rank), e=_cut(term.e, t, "e", "out"))
 
 
+def _tokens(tokens: Tokens, t: Target) -> Tokens:
+    """Of the tokens that this rank holds, counted from its first; perhaps none."""
+    held, width = (t.inputs, t.out_features) if t.kind == "embedding" else (t.outputs, t.in_features)
+    if t.kind not in ("embedding", "head"):
+        raise AdapterError("unsupported_method", "own rows are those of an embedding or output head", module=t.path)
+    if tokens.rows.shape != (len(tokens.ids), width):
+        raise _bad_shape(t, "rows", tuple(tokens.rows.shape), (len(tokens.ids), width))
+    here = (tokens.ids >= held[0]) & (tokens.ids < held[1])
+    return Tokens(tokens.ids[here] - held[0], tokens.rows[here])
+
+
 def _rotation(blocks: Tensor, t: Target) -> Tensor:
     """(in / b or 1, b, b) -> the blocks of this rank's inputs. A single block serves every rank as it is."""
     count, size = blocks.shape[0], blocks.shape[-1]
@@ -91,8 +108,10 @@ def _rotation(blocks: Tensor, t: Target) -> Tensor:
     return blocks if count == 1 else blocks[begin // size : end // size]
 
 
-def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, ...], structured.Structure | None]:
-    """This rank's part of a structure, or the whole module's terms that stand for it."""
+def _structure(
+    s: structured.Structure | None, t: Target, scaled: bool
+) -> tuple[tuple[Term, ...], structured.Structure | None]:
+    """This rank's part of a structure, or the whole module's terms that stand for it. ``scaled``: its inputs are."""
     if s is None:
         return (), None
     outputs, inputs = structured.sizes(s)
@@ -103,7 +122,7 @@ def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, .
             ((begin // size, end // size), begin % size or end % size)
             for (begin, end), size in zip((t.outputs, t.inputs), s.inner)
         )
-        if over_rows or over_columns:
+        if over_rows or over_columns or scaled:
             return (structured.as_term(s),), None
         return (), replace(s, w1=s.w1[slice(*rows), slice(*columns)])
     if isinstance(s, Sparse):

@@ -5,6 +5,8 @@
 x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product or a
 sparse matrix, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
 takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
+An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike. One with rows of
+the vocabulary of its own has them in place of the base's: F(x)_t = x . row_t in an output head, row_t in an embedding.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
 
@@ -93,6 +95,17 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Rows that take the base's place for some tokens: of an embedding's output, or of an output head's weight.
+
+    ids int64 (n,), ascending; rows (n, width). In Folded ids count from this rank's first token.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class FromWeight:
     """Terms and a bias that depend on the base weight W (out, in), which only the fold sees.
 
@@ -125,6 +138,8 @@ class Slots:
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
     structure: Kronecker | Sparse | Mix | None = None
+    tokens: Tokens | None = None  # own rows; of an embedding or output head that has nothing else but a norm
+    norm: Tensor | None = None  # (in,): trained over base weight of the norm before the layer; the fold sets it
 
 
 @dataclass(frozen=True)
@@ -143,6 +158,7 @@ class Folded:
     rotation: Tensor | None = None
     shared: SharedTerm | None = None
     structure: Kronecker | Sparse | Mix | None = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,7 @@ class Adapter:
     method: str  # label shown to users: "LORA", "DORA", "IA3", "VERA", "OFT", ...
     modules: dict[str, Slots] = field(default_factory=dict)
     invocation: tuple[int, ...] = ()
+    norms: dict[str, Tensor] = field(default_factory=dict)  # path of a norm -> its trained weight (width,)
 
 
 @dataclass(frozen=True)
@@ -177,6 +194,8 @@ class Target:
     weight: Callable[[], Tensor]  # this rank's (outputs, inputs) part, in the base dtype; not a copy
     bias: Callable[[], Tensor | None]  # this rank's (outputs,) part of the base bias that y already holds
     gated_by: str = ""  # for a gated MLP's down_proj: the path of the up_proj whose output it reads
+    norm: str = ""  # path of the RMSNorm whose output it reads, and nothing else with it
+    norm_weight: Callable[[], Tensor | None] = lambda: None  # (in,) whole, as the norm holds it
 
 
 class BaseShape(dict[str, tuple[int, int]]):
@@ -186,7 +205,8 @@ class BaseShape(dict[str, tuple[int, int]]):
     torch dtype (PEFT rounds regenerated shared matrices to it), ``vocab_size`` its vocabulary. ``unlisted`` names
     a layer with a weight matrix that is not adaptable and so not listed; "" if there is none. ``counted`` gives every
     linear layer and embedding of Hugging Face's own model with its sizes, in that model's order, by which PEFT numbers
-    modules; without it the shapes are taken to be those.
+    modules; without it the shapes are taken to be those. ``norms``: path -> width of every norm that an adapter may have
+    of its own, because only adaptable layers read it. ``tied``: whether the output head has the embedding's weight.
     """
 
     def __init__(
@@ -197,7 +217,10 @@ class BaseShape(dict[str, tuple[int, int]]):
         vocab_size: int,
         unlisted: str = "",
         counted: Callable[[], dict[str, tuple[int, int]]] | None = None,
+        norms: dict[str, int] | None = None,
+        tied: bool = False,
     ):
         super().__init__(shapes)
         self.dtype, self.vocab_size, self.unlisted = dtype, vocab_size, unlisted
         self.counted = counted or (lambda: self)
+        self.norms, self.tied = norms or {}, tied

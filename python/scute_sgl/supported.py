@@ -21,13 +21,13 @@ SUPPORT = (
     Support(
         "LORA", "LORA",
         "rsLoRA, BD-LoRA, QALoRA (beside an unquantised base), VeLoRA, MonteCLoRA, rank and alpha patterns, "
-        "`lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`",
-        "b A B", "alpha / r → B; trained biases → b",
+        "`lora_bias`, `bias`, any linear layer, `embed_tokens`, `lm_head`; `trainable_token_indices`",
+        "b A B rows", "alpha / r → B; trained biases → b",
     ),
     Support(
         "DORA", "LORA",
         "all of LoRA but `lora_bias`; `embed_tokens` and `lm_head` too",
-        "s b A B", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
+        "s b A B rows", "m / ‖W + BA‖ → s and B; base bias → b", reads_weight=True,
     ),
     Support(
         "ALORA", "LORA",
@@ -54,6 +54,12 @@ SUPPORT = (
         "IA3", "IA3",
         "any linear layer and `lm_head`, as feed-forward module or not",
         "R s", "a gated `down_proj`'s vector → s of `up_proj`",
+    ),
+    Support(
+        "LN_TUNING", "LN_TUNING",
+        "`input_layernorm`, `post_attention_layernorm` and the last norm of Llama, Mistral, Qwen2 and Qwen3 models; "
+        "likewise as `modules_to_save` of any method without shared matrices there",
+        "R", "trained over base weight → R of the layers behind the norm, and A", reads_weight=True,
     ),
     Support(
         "VERA", "VERA",
@@ -176,6 +182,11 @@ SUPPORT = (
         "TINYLORA", "TINYLORA",
         "saved or redrawn projections, any seed and tying, `bias`, any linear layer, `embed_tokens`, `lm_head`",
         "b A B", "sum of v P → B",
+    ),
+    Support(
+        "TRAINABLE_TOKENS", "TRAINABLE_TOKENS",
+        "`embed_tokens`, a head tied to it, `lm_head`",
+        "rows", "",
     ),
     Support(
         "UNILORA", "UNILORA",

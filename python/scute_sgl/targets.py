@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -24,7 +25,7 @@ from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from transformers import PretrainedConfig
 
-from scute_sgl.config import huggingface_layers
+from scute_sgl.config import huggingface_layers, norm_before, norms_of
 from scute_sgl.slots import BaseShape, Target
 
 UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -89,9 +90,11 @@ def base_shape(model: torch.nn.Module, sites: list[Site], dtype: torch.dtype, co
     listed = {id(site.layer) for site in sites}
     unlisted = (name for name, layer in model.named_modules() if id(layer) not in listed and _has_matrix(layer))
     counted = functools.cache(lambda: huggingface_layers(config))  # few methods ask
+    norms = norms_of(t for site in sites for t in site.targets)
     return BaseShape(
-        shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=counted
-    )
+        shapes, dtype=dtype, vocab_size=config.vocab_size, unlisted=next(unlisted, ""), counted=counted, norms=norms,
+        tied=bool(config.tie_word_embeddings),
+    )  # fmt: skip
 
 
 def _has_matrix(layer: torch.nn.Module) -> bool:
@@ -171,7 +174,7 @@ def _targets(model, name, layer, kind, inputs, parts, first) -> Iterator[Target]
         path = f"{prefix}.{part.name}" if prefix else part.name
         # An embedding's rows are its inputs, every other layer's are its outputs.
         rows = slice(row, row + (inputs[1] - inputs[0] if kind == "embedding" else part.size))
-        row = rows.stop
+        row, norm = rows.stop, _norm(model, path)
         yield Target(
             path=path,
             module=first + position,
@@ -183,12 +186,24 @@ def _targets(model, name, layer, kind, inputs, parts, first) -> Iterator[Target]
             weight=lambda rows=rows: layer.weight[rows],
             bias=lambda rows=rows: None if getattr(layer, "bias", None) is None else layer.bias[rows],
             gated_by=f"{prefix}.up_proj" if _is_gated(model.get_submodule(prefix), part.name) else "",
+            norm=norm,
+            norm_weight=lambda norm=norm: model.get_submodule(norm).weight if norm else None,
         )
 
 
 def _is_gated(mlp: torch.nn.Module, name: str) -> bool:
     activation = type(getattr(mlp, "act_fn", None)).__name__
     return name == "down_proj" and hasattr(mlp, "gate_up_proj") and activation in GATED_ACTIVATIONS
+
+
+def _norm(model: torch.nn.Module, path: str) -> str:
+    """The norm before a layer, if it is one that only multiplies by its weight."""
+    norm = norm_before(path, getattr(getattr(model, "config", None), "model_type", None))
+    try:
+        layer = model.get_submodule(norm) if norm else None
+    except AttributeError:
+        return ""
+    return norm if type(layer) is RMSNorm and layer.variance_size_override is None else ""
 
 
 def _check_unquantised(name: str, layer: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from scute_sgl.methods import (
     gralora,
     hra,
     ia3,
+    ln_tuning,
     loha,
     lokr,
     lora,
@@ -29,6 +30,7 @@ from scute_sgl.methods import (
     shira,
     supertuning,
     tinylora,
+    trainable_tokens,
     unilora,
     vblora,
     vera,
@@ -48,6 +50,7 @@ METHODS = {
     "GRALORA": gralora,
     "HRA": hra,
     "IA3": ia3,
+    "LN_TUNING": ln_tuning,
     "LOHA": loha,
     "LOKR": lokr,
     "LORA": lora,  # with use_dora a DoRA
@@ -61,6 +64,7 @@ METHODS = {
     "SHIRA": shira,
     "SUPERTUNING": supertuning,
     "TINYLORA": tinylora,
+    "TRAINABLE_TOKENS": trainable_tokens,
     "UNILORA": unilora,
     "VBLORA": vblora,
     "VERA": vera,
@@ -79,7 +83,6 @@ NOT_SERVED = {
     "FROD": "a chain of full-rank matrices takes the weight's place; no op multiplies by one",
     "HIRA": "it scales every element of the weight, which needs the weight again in every step; no op does that yet",
     "LILY": "its router averages over all tokens of a call, so that an answer depends on its neighbours",
-    "LN_TUNING": "it changes the weights of norms, not linear layers",
     "MULTITASK_PROMPT_TUNING": _PROMPT,
     "PREFIX_TUNING": _CACHE,
     "PROMPT_TUNING": _PROMPT,
@@ -88,6 +91,5 @@ NOT_SERVED = {
     "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
     "as one low-rank term it has the rank of the whole weight",
     "SHADOW": "it runs a network of its own beside the model, with a state",
-    "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
     "XLORA": "it routes every token among adapters, after a pass of the base model without any",
 }

@@ -31,6 +31,7 @@ OFF = lora.OFF | {
     "velora_config": "PEFT defines no AdaLoRA with VeLoRA",
     "monteclora_config": "PEFT defines no AdaLoRA with MonteCLoRA",
     "kasa_config": "PEFT defines no AdaLoRA with KaSA",
+    "trainable_token_indices": "own rows of the vocabulary are served beside LoRA and alone, not beside AdaLoRA",
     "ensure_weight_tying": "AdaLoRA has no embedding layer to tie",
 }
 PARAMETERS = ("lora_A", "lora_B", "lora_E")

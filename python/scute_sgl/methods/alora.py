@@ -46,4 +46,10 @@ def activated(adapter: Adapter, tokens: tuple[int, ...]) -> Adapter:
         if slots.base_bias is not None:
             hint = f"found beside {FIELD}, want none: a bias of the base is another before the invocation too"
             raise AdapterError("bad_config", hint, module=path, key="bias")
+        if slots.tokens is not None:
+            hint = f"found beside {FIELD}, want none: own rows of the vocabulary hold before the invocation too"
+            raise AdapterError("bad_config", hint, module=path, key="trainable_token_indices")
+    for path in adapter.norms:
+        hint = f"found beside {FIELD}, want none: a norm of its own holds before the invocation too"
+        raise AdapterError("bad_config", hint, module=path, key="modules_to_save")
     return dataclasses.replace(adapter, invocation=tokens)

@@ -26,8 +26,9 @@ NEUTRAL = frozenset(
 
 TARGETING = {"target_modules": None, "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
 
-DENSE = "an adapter with whole modules of its own is not served; train without it"
-OFF = {"modules_to_save": DENSE}
+SAVED = "modules_to_save"
+DENSE = "of an adapter's own whole modules only norms are served; train without others"
+OFF = {SAVED: DENSE}
 
 
 def settings(config: dict, fields: dict, neutral: frozenset = frozenset(), off: dict = OFF) -> dict:
@@ -39,6 +40,8 @@ def settings(config: dict, fields: dict, neutral: frozenset = frozenset(), off: 
     for name, value in config.items():
         if name in fields or name in NEUTRAL or name in neutral or _is_off(value):
             continue
+        if name == SAVED and isinstance(value, list) and all(str(saved).endswith("norm") for saved in value):
+            continue  # build finds them in the file
         advice = off.get(name, "this field is unknown here and may change the result")
         raise AdapterError("bad_config", f"found {_short(value)}, want null or the default; {advice}", key=name)
     result = {}
@@ -118,27 +121,39 @@ def refuse_embedding(module: names.Module, method: str) -> None:
 def build(
     method: str, config: dict, modules: list[names.Module], read_one: Callable[[names.Module], Slots]
 ) -> Adapter:
-    """Calls ``read_one`` for every adapted module and adds the base parameters that the file holds."""
+    """Calls ``read_one`` for every adapted module and adds the base parameters and norms that the file holds."""
     adapted = [module.file_path for module in modules if module.adapted]
     if not adapted:
         raise AdapterError("missing_tensor", f"the file holds no tensor of {method} for any module")
     wanted = names.targets(config, adapted)
-    slots, values = {}, 0
+    for saved in config.get(SAVED) or ():
+        # As PEFT matches: the plain end of a path.
+        if not any(module.is_norm and module.file_path.endswith(saved) for module in modules):
+            raise AdapterError("missing_tensor", f"the file holds no norm {saved!r}", key=SAVED)
+    slots, norms, values = {}, {}, 0
     for module in modules:
         if module.adapted and module.file_path not in wanted and not _is_tied(config, module):
             # PEFT would build no adapter there and drop these tensors.
             name = next(iter(module.tensors))
             raise module.error("unknown_key", name, "the config's target_modules (or layers, exclusions) leave it out")
-        entry = read_one(module) if module.adapted else Slots()
-        entry = dataclasses.replace(entry, **_base_parameters(module))
+        if module.is_norm:
+            norms[module.path] = _norm(module)
+        else:
+            entry = read_one(module) if module.adapted else Slots()
+            slots[module.path] = entry = dataclasses.replace(entry, **_base_parameters(module))
+            values += sum(term.A.numel() + term.B.numel() for term in entry.terms)
         if module.tensors:
             name = next(iter(module.tensors))
             raise module.error("unknown_key", name, f"this {method} config has no use for it")
-        values += sum(term.A.numel() + term.B.numel() for term in entry.terms)
         if values > MAX_VALUES:
             raise module.error("too_large", "", f"the adapter's low-rank matrices have over {MAX_VALUES} values")
-        slots[module.path] = entry
-    return Adapter(method, slots)
+    return Adapter(method, slots, norms)
+
+
+def _norm(module: names.Module) -> Tensor:
+    own, saved = names.NORM_WEIGHTS
+    weight = module.take(own, module.out_features)
+    return module.need(saved, module.out_features) if weight is None else weight
 
 
 def _base_parameters(module: names.Module) -> dict[str, Tensor]:

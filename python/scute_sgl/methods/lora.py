@@ -8,6 +8,8 @@ with x a one-hot row: A = lora_embedding_A is (rank, vocabulary), and DoRA's nor
 MonteCLoRA differ from LoRA in training only, BD-LoRA and QALoRA in their files (bdlora.py, qalora.py), aLoRA in the
 rows that it is applied to (alora.py); PEFT combines none of them with another or with DoRA.
 
+trainable_token_indices are rows of the vocabulary beside all that (trainable_tokens.py).
+
 pissa, olora and KaSA train on W less a part of it, which becomes a second term (less_base.py). corda and loftq change W
 in ways that a file does not tell; PEFT converts such adapters to plain LoRA on request.
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import product
-from scute_sgl.methods import alora, bdlora, common, less_base, qalora
+from scute_sgl.methods import alora, bdlora, common, less_base, qalora, trainable_tokens
 from scute_sgl.names import Module, Patterns, group
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
 
@@ -44,12 +46,12 @@ FIELDS = common.TARGETING | {
     "velora_config": None,
     "monteclora_config": None,
     "kasa_config": None,
+    "trainable_token_indices": None,
 }
 NEUTRAL = frozenset(
     "lora_dropout megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config".split()
 )
 OFF = common.OFF | {
-    "trainable_token_indices": "own rows of an embedding are not served; train the embedding as a LoRA target",
     "target_parameters": "LoRA on bare parameters (experts) is not served",
     "layer_replication": "a base of another depth is not served; save the grown model as a base of its own",
     "arrow_config": "Arrow routes every token among adapters and is not served",
@@ -65,6 +67,7 @@ PARAMETERS = (
     *"lora_A.weight lora_B.weight lora_B.bias lora_embedding_A lora_embedding_B lora_diag".split(),
     *("lora_magnitude_vector", "lora_magnitude_vector.weight"),  # the latter as PEFT wrote it for a while
     *(name for names in LEFTOVERS.values() for name in names),
+    trainable_tokens.WRAPPED_ROWS,
 )
 
 
@@ -113,6 +116,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         return Slots(terms=terms, bias=bias, magnitude=magnitude, from_weight=from_weight)
 
     modules, _ = group(tensors, base, PARAMETERS)
+    own_rows = trainable_tokens.take_wrapped(modules, c["trainable_token_indices"] or {})
     label = "DORA" if c["use_dora"] else "ALORA" if tokens else less.upper() or "LORA"
-    adapter = common.build(label, config, modules, read_one)
+    adapter = trainable_tokens.with_tokens(common.build(label, config, modules, read_one), own_rows, base)
     return alora.activated(adapter, tokens) if tokens else adapter
