@@ -15,6 +15,7 @@ ADAPTERS = {
     "qwen2": [
         "lora", "dora_bias_all", "ia3_no_ff", "lora_embed_head", "vera_all", "oft_bias_only", "beft", "boft_factors",
         "glora", "adamss", "hra_gs", "ln_tuning", "trainable_tokens", "lora_tokens", "lora_tokens_head",
+        "road", "shira_seed", "supertuning_supra",
     ],
     "llama_tied": [
         "lora_embed", "lora_head", "dora_embed_head", "oft_head", "tinylora_embed_head", "unilora_seed", "dora_tokens",
