@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -84,6 +85,18 @@ def try_load(engine, name: str, folder: str) -> tuple[bool, str, float]:
     started = time.perf_counter()
     reply = engine.load_lora_adapter(name, folder)
     return reply.success, reply.error_message or "", time.perf_counter() - started
+
+
+def try_answer(engine, name: str) -> str:
+    """Why the adapter does not answer a short request, or not with numbers; "" if it does."""
+    try:
+        reply = engine.generate(
+            input_ids=list(range(3, 19)), sampling_params=sampling(4), lora_path=name, return_logprob=True
+        )
+    except ValueError as error:
+        return str(error)
+    logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    return "" if all(map(math.isfinite, logprobs)) else f"answers with log-probabilities {logprobs}"
 
 
 def state(engine) -> dict:
