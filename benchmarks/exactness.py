@@ -38,7 +38,7 @@ from scute_sgl import judge as judging
 from scute_sgl.judge import FLOAT32_ERROR, PEFT_ERROR, Answers, Peft
 
 LIMITS = {"peft_error": PEFT_ERROR, "base_error": 1.5, "p999_of_lora": 1.5, "error_over_effect_fp16": 0.015}
-ASK_SECONDS = 300  # without an answer for so long, something hangs
+START_SECONDS, ASK_SECONDS = 600, 300  # without an answer for so long, something hangs
 
 
 def choose(args) -> dict[str, Recipe]:
@@ -75,6 +75,7 @@ def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, adapte
 
 def hold(engine: EngineProcess, folders: dict[str, Path], errors: dict[str | None, str]) -> None:
     """Load each adapter and ask it alone: what is refused or fails so gets into ``errors`` and must stay out of a batch."""
+    engine.ask(tp_engine.state, seconds=START_SECONDS)
     for name, folder in folders.items():
         if name not in errors:
             loaded, error, _ = engine.ask(tp_engine.try_load, name, str(folder), seconds=ASK_SECONDS)
@@ -98,20 +99,23 @@ def answer(engine: EngineProcess, names: list[str | None], chosen: dict[str, Rec
     return answers
 
 
-def judge(answers: dict, base: Path, folders: dict[str, Path], dtype: torch.dtype, errors: dict, args) -> dict:
-    """The figures of every adapter (None: the base) against PEFT in float32 and in the serving dtype.
-
-    What PEFT cannot run gets into ``errors`` instead.
+def judge(runs: list[dict], base: Path, folders: dict[str, Path], dtype: torch.dtype, errors: dict, args) -> list[dict]:
+    """For the answers of each engine the figures of every adapter (None: the base), against PEFT in float32 and in the
+    serving dtype. PEFT reads all engines' answers of an adapter at once; what it cannot run gets into ``errors``.
     """
     exact, same = Peft(base, torch.float32, args.device), Peft(base, dtype, args.device)
-    figures = {}
-    for name, a in answers.items():
+    figures = [{} for _ in runs]
+    for name in runs[0]:
+        ids, tokens = (torch.cat([getattr(answers[name], part) for answers in runs]) for part in ("ids", "tokens"))
         try:
-            bare = exact.logprobs(None, a.ids, a.tokens)
-            expected, peft = (side.logprobs(folders.get(name), a.ids, a.tokens) for side in (exact, same))
-            figures[name] = judging.figures(a.served, expected, bare, peft)
+            bare = exact.logprobs(None, ids, tokens)
+            expected, peft = (side.logprobs(folders.get(name), ids, tokens) for side in (exact, same))
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
             errors[name] = f"PEFT cannot run it: {type(error).__name__}: {error}"
+            continue
+        parts = zip(*(t.split(args.rows) for t in (expected, bare, peft)), strict=True)
+        for answers, found, part in zip(runs, figures, parts, strict=True):
+            found[name] = judging.figures(answers[name].served, *part)
     return figures
 
 
@@ -186,11 +190,11 @@ def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, cho
                 held = [adapter for adapter in folders if adapter not in errors]
                 answers = answer(engine, [*held, None], chosen, args)
             else:
-                answers = engine.ask(generate, [*folders, None], args, seconds=ASK_SECONDS)
+                answers = engine.ask(generate, [*folders, None], args, seconds=START_SECONDS)
         except Exception as error:  # noqa: BLE001 - the next dtype is wanted all the same
             errors = dict.fromkeys([*chosen, None], f"{type(error).__name__}: {error}") | errors
     record.stage(f"{name}: {backend} has answered")
-    figures = judge(answers, base, folders, dtype, errors, args)
+    figures = judge([answers], base, folders, dtype, errors, args)[0]
     record.stage(f"{name}: answers are judged")
     return rows_of(backend, name, chosen, figures, errors, scales, args)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -16,8 +17,9 @@ PACKAGES = ("scute_sgl", "sglang", "torch", "transformers", "peft")
 BEGAN = time.perf_counter()
 
 
+@functools.cache
 def header() -> dict:
-    """The facts that head every result file."""
+    """The facts that head every result file. They take a second to find out."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device(),
