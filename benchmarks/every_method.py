@@ -22,7 +22,7 @@ WHOLE = ("PISSA", "OLORA", "KASA", "ADAMSS", "OSF")
 
 
 def _lora(label: str, targets: list[str], scale: float, draws: dict, **fields) -> Recipe:
-    return Recipe(label, partial(peft.LoraConfig, r=16, lora_alpha=16, target_modules=targets, **fields), scale, draws)
+    return Recipe(label, partial(peft.LoraConfig, r=8, lora_alpha=8, target_modules=targets, **fields), scale, draws)
 
 
 def _recipe(label: str, config: str, targets: list[str], scale: float, draws: dict, task: int | None = None, **fields):

@@ -20,7 +20,9 @@ def table(name: str) -> str:
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    rows = {"decode": decode, "traffic": traffic, "own": own_bytes}.get(name.split("_")[0], exactness)(result["rows"])
+    kinds = {"decode": decode, "traffic": traffic, "own": own_bytes, "exactness": exactness, "exactness_every": every}
+    kind = max((kind for kind in kinds if name.startswith(f"{kind}_")), key=len)
+    rows = kinds[kind](result["rows"])
     return f"{rows}\n\n{caption}, [raw results](benchmarks/results/{name})."
 
 
@@ -43,6 +45,24 @@ def exactness(rows: list[dict]) -> str:
 
     columns = "adapter | served by | GPUs | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect"
     return markdown(columns, "llrlrrrrrr", map(line, rows))
+
+
+def every(rows: list[dict]) -> str:
+    """A line for each method and number of GPUs, with the mean errors in every dtype."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines = {}
+    for row in rows:
+        lines.setdefault(f"{row['method']} | {row['adapter']} | {row['tp']}", {})[row["dtype"]] = row
+
+    def figures(row: dict) -> str:
+        if "error" in row:
+            return "failed |  |  | "
+        errors = " | ".join(f"{row[key]:.2e}" for key in ("mean_error", "peft_error", "base_error"))
+        return f"{row['effect']:.3f} | {errors}{'' if row['ok'] else ' (not ok)'}"
+
+    columns = "".join(f" | {dtype}: effect | mean error | PEFT's own | base rows" for dtype in dtypes)
+    joined = (" | ".join([names, *(figures(of[dtype]) for dtype in dtypes)]) for names, of in lines.items())
+    return markdown(f"method | adapter | GPUs{columns}", "llr" + "rrrr" * len(dtypes), joined)
 
 
 def decode(rows: list[dict]) -> str:
