@@ -14,7 +14,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,10 +131,14 @@ class EngineProcess:
 
     def ask(self, function: Callable, *arguments, seconds: float | None = None):
         """``function(engine, *arguments)`` in the engine's process; TimeoutError if it takes longer than ``seconds``."""
-        self._pipe.send((function, arguments))
+        with suppress(OSError):  # it has ended; what it said last is still to be read
+            self._pipe.send((function, arguments))
         if not self._pipe.poll(seconds):
             raise TimeoutError(f"{function.__name__} did not return within {seconds:.0f} s")
-        ok, answer = self._pipe.recv()
+        try:
+            ok, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the engine's process has ended; its last words are above") from None
         if not ok:
             raise RuntimeError(f"the engine's process failed:\n{answer}")
         return answer
@@ -143,10 +147,8 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_) -> None:
-        try:
+        with suppress(OSError):  # it has failed and ended already
             self._pipe.send((_shutdown, ()))
-        except OSError:
-            pass  # it has failed and ended already
         self._process.join(SHUTDOWN_SECONDS)
         self._process.kill()  # it hangs; SGLang's processes end with their parent
         self._process.join()

@@ -1,11 +1,13 @@
-"""Nine adapters of five methods in one served batch, against PEFT in float32.
+"""Adapters of many methods in one served batch, against PEFT in float32.
 
     python benchmarks/exactness.py --out benchmarks/results/exactness_h200.json      # one GPU, fp16 and bf16
+    python benchmarks/exactness.py --adapters every --out benchmarks/results/exactness_every_h200.json
     python benchmarks/exactness.py --tiny --device cpu --dtypes float32 bfloat16
 
-A random Llama of 1.2 billion parameters (std 0.02) and nine adapters that PEFT writes, each of an effect between 0.3
-and 1.0 nat. All of them and rows of the base are generated in one mixed batch with CUDA graphs; then PEFT reads the
-same tokens. Judged are the log-probabilities of the chosen token and of the 20 likeliest, at every position.
+A random Llama of 1.2 billion parameters (std 0.02) and adapters that PEFT writes on it, each of an effect between 0.3
+and 1.0 nat: nine of five methods, or one of every method (every_method.py) beside two plain LoRAs. All of them and rows
+of the base are generated in one mixed batch with CUDA graphs; then PEFT reads the same tokens. Judged are the
+log-probabilities of the chosen token and of the 20 likeliest, at every position.
 
   effect        mean |PEFT float32 with the adapter - PEFT float32 without|
   mean_error    mean |served - PEFT float32|, p999_error its 99.9th percentile
@@ -13,26 +15,36 @@ same tokens. Judged are the log-probabilities of the chosen token and of the 20 
   base_error    mean_error of the base's rows in the same batch
 
 A row is ok if its mean error is at most 1.25 times peft_error and 1.5 times base_error, its 99.9th percentile at most
-1.5 times a plain LoRA's, and, in float16, its error at most 1.5% of its effect. float32 must be within 1e-5. Plain
-LoRA is also served by SGLang's own triton backend, for comparison only.
+1.5 times a plain LoRA's, and, in float16, its error at most 1.5% of its effect. float32 must be within 1e-5. An adapter
+that PEFT cannot write or run, or that is refused, has its error in place of figures, is not ok, and is left out of the
+batch. Of the nine, plain LoRA is also served by SGLang's own triton backend, for comparison only.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 
+import every_method
 import record
 import torch
-from engines import PLAIN
-from peft_models import LLAMA_1B, TINY, recipes, write_adapters, write_base
+import tp_engine
+from engines import PLAIN, EngineProcess
+from peft_models import EFFECTS, LLAMA_1B, TINY, Recipe, recipes, write_adapters, write_base
 
 from scute_sgl import judge as judging
-from scute_sgl.judge import FLOAT32_ERROR, PEFT_ERROR, TOP, Answers, Peft, load_base
+from scute_sgl.judge import FLOAT32_ERROR, PEFT_ERROR, Answers, Peft
 
-EFFECTS = (0.3, 1.0)
 LIMITS = {"peft_error": PEFT_ERROR, "base_error": 1.5, "p999_of_lora": 1.5, "error_over_effect_fp16": 0.015}
+START_SECONDS, ASK_SECONDS = 600, 300  # without an answer for so long, something hangs
+
+
+def choose(args) -> dict[str, Recipe]:
+    """The adapters of a run; KeyError for a served method that has no recipe."""
+    chosen = every_method.recipes() if args.adapters == "every" else recipes()
+    return {name: recipe for name, recipe in chosen.items() if args.tp == 1 or recipe.method not in every_method.WHOLE}
 
 
 def generate(engine, names: list[str | None], args) -> dict[str | None, Answers]:
@@ -40,53 +52,98 @@ def generate(engine, names: list[str | None], args) -> dict[str | None, Answers]
     return judging.generate(engine, names, args.config["vocab_size"], args.rows, args.prompt, args.new_tokens)
 
 
-def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, args):
-    """An engine that holds the adapters; it decodes in CUDA graphs if there is a GPU."""
-    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0, "max_total_tokens": 65536}
+def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, adapters: int, args):
+    """An engine for a batch of so many adapters, which holds those in ``folders``; it decodes in CUDA graphs if there
+    is a GPU."""
+    rows = (1 + adapters) * args.rows
+    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0}
+    arguments |= {"max_total_tokens": max(65536, 2 * rows * (args.prompt + args.new_tokens))}
     if args.device == "cpu":
         arguments |= {"device": "cpu", "skip_tokenizer_init": True, "log_level": "warning"}
     else:
-        rows = (1 + len(recipes())) * args.rows
         arguments |= PLAIN | {"cuda_graph_bs_decode": [rows], "mem_fraction_static": 0.3, "tp_size": args.tp}
     paths = {name: str(path) for name, path in folders.items()}
     if backend == "scute":
         import scute_sgl
 
-        return scute_sgl.Engine(lora_paths=paths, **arguments)
+        return scute_sgl.Engine(lora_paths=paths or None, **arguments)
     import sglang
 
     names = [f"{name}={path}" for name, path in paths.items()]
     return sglang.Engine(enable_lora=True, lora_backend=backend, lora_paths=names, **arguments)
 
 
-def judge(answers: dict, base: Path, folders: dict[str, Path], dtype: torch.dtype, args) -> dict[str | None, dict]:
-    """The figures of every adapter (None: the base) against PEFT in float32 and in the serving dtype."""
+def hold(engine: EngineProcess, folders: dict[str, Path], errors: dict[str | None, str]) -> None:
+    """Load each adapter and ask it alone: what is refused or fails so gets into ``errors`` and must stay out of a batch."""
+    engine.ask(tp_engine.state, seconds=START_SECONDS)
+    for name, folder in folders.items():
+        if name not in errors:
+            loaded, error, _ = engine.ask(tp_engine.try_load, name, str(folder), seconds=ASK_SECONDS)
+            error = engine.ask(tp_engine.try_answer, name, seconds=ASK_SECONDS) if loaded else error
+            if error:
+                errors[name] = error
+
+
+def answer(engine: EngineProcess, names: list[str | None], chosen: dict[str, Recipe], args) -> dict:
+    """The answers of one batch. RuntimeError if its forward passes did not hold all of it, or ran without graphs."""
+    before = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
+    answers = engine.ask(generate, names, args, seconds=ASK_SECONDS)
+    state = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
+    methods = {chosen[name].method for name in names if name}
+    found = state["max_tenants_in_forward"], state["max_methods_in_forward"]
+    if found != (sum(name is not None for name in names), len(methods)):
+        raise RuntimeError(f"the largest forward pass held {found[0]} adapters of {found[1]} methods")
+    replays = state["replays"] - before["replays"]
+    if args.device == "cuda" and replays < args.new_tokens - 1:
+        raise RuntimeError(f"only {replays} of {args.new_tokens - 1} decode steps were replays of a CUDA graph")
+    return answers
+
+
+def judge(runs: list[dict], base: Path, folders: dict[str, Path], dtype: torch.dtype, errors: dict, args) -> list[dict]:
+    """For the answers of each engine the figures of every adapter (None: the base), against PEFT in float32 and in the
+    serving dtype. PEFT reads all engines' answers of an adapter at once; what it cannot run gets into ``errors``.
+    """
     exact, same = Peft(base, torch.float32, args.device), Peft(base, dtype, args.device)
-    figures = {}
-    for name, a in answers.items():
-        bare = exact.logprobs(None, a.ids, a.tokens)
-        expected, peft = (side.logprobs(folders.get(name), a.ids, a.tokens) for side in (exact, same))
-        figures[name] = judging.figures(a.served, expected, bare, peft)
+    figures = [{} for _ in runs]
+    for name in runs[0]:
+        ids, tokens = (torch.cat([getattr(answers[name], part) for answers in runs]) for part in ("ids", "tokens"))
+        try:
+            bare = exact.logprobs(None, ids, tokens)
+            expected, peft = (side.logprobs(folders.get(name), ids, tokens) for side in (exact, same))
+        except Exception as error:  # noqa: BLE001 - the others are judged all the same
+            errors[name] = f"PEFT cannot run it: {type(error).__name__}: {error}"
+            continue
+        parts = zip(*(t.split(args.rows) for t in (expected, bare, peft)), strict=True)
+        for answers, found, part in zip(runs, figures, parts, strict=True):
+            found[name] = judging.figures(answers[name].served, *part)
     return figures
 
 
-def rows_of(backend: str, dtype: str, figures: dict, scales: dict, args) -> list[dict]:
-    base_error = figures[None]["mean_error"]
-    lora_p999 = max(f["p999_error"] for name, f in figures.items() if name and recipes()[name].method == "LORA")
+def rows_of(
+    backend: str, dtype: str, chosen: dict[str, Recipe], figures: dict, errors: dict, scales: dict, args
+) -> list[dict]:
+    """A row for every adapter and the base: its figures, or its error."""
+    base_error = figures[None]["mean_error"] if None in figures else math.nan
+    plain = [f["p999_error"] for name, f in figures.items() if name and chosen[name].method == "LORA"]
     rows = []
-    for name, f in figures.items():
+    for name in [*chosen, None]:
         row = {
-            "method": recipes()[name].method if name else "base",
+            "method": chosen[name].method if name else "base",
             "adapter": name or "base",
             "backend": backend,
             "dtype": dtype,
             "tp": args.tp,
-            **f,
+        }
+        if name not in figures:
+            rows.append(row | {"ok": False, "error": errors[name]})
+            continue
+        f = figures[name]
+        row |= f | {
             "base_error": base_error,
             "error_over_effect": f["mean_error"] / f["effect"] if name else None,
             "scale": scales.get(name),
         }
-        rows.append(row | {"ok": is_ok(row, lora_p999)})
+        rows.append(row | {"ok": is_ok(row, max(plain, default=math.nan))})
     return rows
 
 
@@ -104,35 +161,47 @@ def is_ok(row: dict, lora_p999: float) -> bool:
     )
 
 
-def run_dtype(dtype: str, folder: Path, scales: dict, args) -> list[dict]:
-    """All backends in one dtype. The first dtype's base also serves to write the adapters."""
-    torch_dtype, base = getattr(torch, dtype), folder / f"base_{dtype}"
-    folders = {name: folder / name for name in recipes()}
+def run_dtype(dtype: str, folder: Path, chosen: dict[str, Recipe], scales: dict, args) -> list[dict]:
+    """All backends in one dtype. PEFT writes the adapters on the base that is served, in float32."""
+    torch_dtype, base = getattr(torch, dtype), folder / "base"
+    folders = {name: folder / name for name in chosen}
     write_base(base, args.config, torch_dtype, args.device)
-    if not scales:
-        scales |= write_adapters(load_base(base, torch.float32, args.device), folder, EFFECTS, TOP, args.device)
-        print("scales", {name: round(scale, 4) for name, scale in scales.items()}, flush=True)
-    plain = {name: folders[name] for name, recipe in recipes().items() if recipe.method == "LORA"}
-    served = {"scute": folders} if args.device == "cpu" else {"scute": folders, "triton": plain}
-    rows = []
-    for backend, adapters in served.items():
-        engine = start(backend, base, adapters, dtype, args)
-        answers = generate(engine, [*adapters, None], args)
-        if backend == "scute":
-            check_one_batch(engine.get_server_info()["internal_states"][0]["scute"])
-        engine.shutdown()
-        rows += rows_of(backend, dtype, judge(answers, base, adapters, torch_dtype, args), scales, args)
+    rows = run_backend("scute", base, folders, torch_dtype, chosen, scales, args)
+    if args.device == "cuda" and args.adapters == "nine":
+        plain = {name: recipe for name, recipe in chosen.items() if recipe.method == "LORA"}
+        rows += run_backend("triton", base, {name: folders[name] for name in plain}, torch_dtype, plain, scales, args)
     return rows
 
 
-def check_one_batch(state: dict) -> None:
-    """The server's own counters must say that one forward pass held all nine adapters and all five methods."""
-    found = state["max_tenants_in_forward"], state["max_methods_in_forward"]
-    if found != (len(recipes()), len({recipe.method for recipe in recipes().values()})):
-        raise RuntimeError(f"the largest forward pass held {found[0]} adapters of {found[1]} methods")
+def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, chosen: dict, scales: dict, args) -> list[dict]:
+    """Ours starts while the adapters are written, and gets them one by one."""
+    name, errors, answers = str(dtype).removeprefix("torch."), {}, {}
+    at_start = {} if backend == "scute" else folders
+    with EngineProcess(start, backend, base, at_start, name, len(chosen), args) as engine:
+        if backend == "scute":
+            exact = Peft(base, torch.float32, args.device)
+            errors |= write_adapters(exact, chosen, base.parent, scales, args.prompt, args.new_tokens)
+            del exact
+            record.stage(f"{name}: adapters are written")
+        try:
+            if backend == "scute":
+                hold(engine, folders, errors)
+                record.stage(f"{name}: the engine holds them")
+                held = [adapter for adapter in folders if adapter not in errors]
+                answers = answer(engine, [*held, None], chosen, args)
+            else:
+                answers = engine.ask(generate, [*folders, None], args, seconds=START_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the next dtype is wanted all the same
+            errors = dict.fromkeys([*chosen, None], f"{type(error).__name__}: {error}") | errors
+    record.stage(f"{name}: {backend} has answered")
+    figures = judge([answers], base, folders, dtype, errors, args)[0]
+    record.stage(f"{name}: answers are judged")
+    return rows_of(backend, name, chosen, figures, errors, scales, args)
 
 
 def line(row: dict) -> str:
+    if "error" in row:
+        return f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} NOT OK: {row['error']}"
     share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
     return (
         f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} effect {row['effect']:6.3f}"
@@ -142,25 +211,35 @@ def line(row: dict) -> str:
     )
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Which adapters, on which base, and how much of each is judged."""
+    parser.add_argument("--adapters", default="nine", choices=["nine", "every"], help="nine, or one of every method")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="two small layers and few tokens, to try the script")
+    parser.add_argument("--rows", type=int, help="rows of the batch for each adapter and for the base")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, help="judged positions of a row; on the large base 2,048 of an adapter")
+
+
+def set_sizes(args, tiny: dict) -> None:
+    args.config = tiny if args.tiny else LLAMA_1B
+    args.rows = args.rows or (2 if args.tiny else 4 if args.adapters == "every" else 8)
+    args.new_tokens = args.new_tokens or (16 if args.tiny else -(-2048 // args.rows))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="two small layers and few tokens, to try the script")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--rows", type=int, help="rows of the batch for each adapter and for the base")
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int)
+    add_sizes(parser)
     args = parser.parse_args(argv)
-    args.config = TINY if args.tiny else LLAMA_1B
-    args.rows = args.rows or (2 if args.tiny else 8)
-    args.new_tokens = args.new_tokens or (16 if args.tiny else 256)
-    rows, scales = [], {}
-    with tempfile.TemporaryDirectory(prefix="scute-exactness-") as scratch:
-        for dtype in args.dtypes:
-            rows += run_dtype(dtype, Path(scratch), scales, args)
-            record.save(args.out, rows, limits=LIMITS, base={k: v for k, v in args.config.items()})
+    set_sizes(args, TINY)
+    rows, scales, chosen = [], {}, choose(args)
+    for dtype in args.dtypes:
+        with tempfile.TemporaryDirectory(prefix="scute-exactness-") as scratch:
+            rows += run_dtype(dtype, Path(scratch), chosen, scales, args)
+        record.save(args.out, rows, limits=LIMITS, base=args.config)
     print("\n".join(map(line, rows)))
     return 0 if all(row["ok"] for row in rows if row["backend"] == "scute") else 1
 

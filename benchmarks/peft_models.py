@@ -7,17 +7,22 @@ changes little would hide errors, one that changes everything would hide them as
 
 from __future__ import annotations
 
+import json
+import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scute_sgl.judge import logprobs
+from scute_sgl.judge import TOP, Peft, logprobs, set_task
 
+EFFECTS = (0.3, 1.0)  # of an adapter, in nat
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LLAMA_1B = {
     "vocab_size": 128256,
@@ -44,34 +49,75 @@ TINY = {
 }
 
 
+# A parameter's value from PEFT's initial one, normal noise and the scale that is searched.
+Draw = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def kept(start: Tensor, noise: Tensor, scale: float) -> Tensor:
+    return start
+
+
+def drawn(start: Tensor, noise: Tensor, scale: float) -> Tensor:
+    """Of a product whose other factor has the scale."""
+    return noise
+
+
+def scaled(start: Tensor, noise: Tensor, scale: float) -> Tensor:
+    return scale * noise
+
+
+def tenth(start: Tensor, noise: Tensor, scale: float) -> Tensor:
+    """Beside vectors around one at the same scale: of the order of W's own share, as they are."""
+    return 0.1 * scale * noise
+
+
+def around(start: Tensor, noise: Tensor, scale: float) -> Tensor:
+    return start * (1 + scale * noise)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """One adapter: its method, PEFT's config, and the first scale that the search tries."""
+    """One adapter: its label in supported.py, PEFT's config, the first scale that the search tries, how parameters are
+    drawn (by the start of their own name, the longest that fits), and the task of a Poly adapter."""
 
     method: str
-    config: object
+    config: Callable[[], PeftConfig]
     scale: float
+    draws: dict[str, Draw]
+    task: int | None = None
 
 
 def recipes() -> dict[str, Recipe]:
     """The nine adapters: all five methods, different ranks, VeRA from two different pairs of shared matrices."""
 
-    def lora(**fields):
-        return LoraConfig(target_modules=LINEARS, lora_alpha=2 * fields["r"], **fields)
+    def lora(r: int) -> Recipe:
+        config = partial(LoraConfig, target_modules=LINEARS, r=r, lora_alpha=2 * r)
+        return Recipe("LORA", config, {8: 0.25, 64: 0.06}[r], {"lora_A": kept, "lora_B": tenth})
 
-    def ia3():
-        return IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    def dora(r: int) -> Recipe:
+        config = partial(LoraConfig, target_modules=LINEARS, r=r, lora_alpha=2 * r, use_dora=True)
+        draws = {"lora_A": kept, "lora_B": tenth, "lora_magnitude_vector": around}
+        return Recipe("DORA", config, 0.06, draws)
 
+    def ia3() -> Recipe:
+        config = partial(IA3Config, target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
+        return Recipe("IA3", config, 0.11, {"ia3_l": around})
+
+    def vera(key: int) -> Recipe:
+        config = partial(VeraConfig, r=256, target_modules=LINEARS, projection_prng_key=key)
+        return Recipe("VERA", config, 0.065, {"vera_lambda_d": drawn, "vera_lambda_b": scaled})
+
+    oft = partial(OFTConfig, oft_block_size=32, target_modules=LINEARS)
     return {
-        "lora_r8": Recipe("LORA", lora(r=8), 0.5),
-        "lora_r64": Recipe("LORA", lora(r=64), 0.3),
-        "dora_r16": Recipe("DORA", lora(r=16, use_dora=True), 0.3),
-        "dora_r32": Recipe("DORA", lora(r=32, use_dora=True), 0.3),
-        "ia3_a": Recipe("IA3", ia3(), 0.3),
-        "ia3_b": Recipe("IA3", ia3(), 0.3),
-        "vera_a": Recipe("VERA", VeraConfig(r=256, target_modules=LINEARS), 0.1),
-        "vera_b": Recipe("VERA", VeraConfig(r=256, target_modules=LINEARS, projection_prng_key=1), 0.1),
-        "oft": Recipe("OFT", OFTConfig(oft_block_size=32, target_modules=LINEARS), 0.03),
+        "lora_r8": lora(8),
+        "lora_r64": lora(64),
+        "dora_r16": dora(16),
+        "dora_r32": dora(32),
+        "ia3_a": ia3(),
+        "ia3_b": ia3(),
+        "vera_a": vera(0),
+        "vera_b": vera(1),
+        "oft": Recipe("OFT", oft, 0.006, {"oft_R": scaled}),
     }
 
 
@@ -83,30 +129,74 @@ def write_base(folder: Path, config: dict, dtype: torch.dtype, device: str) -> N
     model.to(dtype).save_pretrained(folder)
 
 
-def write_adapters(base, folder: Path, effects: tuple[float, float], top: int, device: str) -> dict[str, float]:
-    """PEFT's save_pretrained of every recipe, scaled to an effect inside the range; returns the scales.
+def write_adapters(
+    base: Peft, recipes: dict[str, Recipe], folder: Path, scales: dict[str, float], prompt: int, new_tokens: int
+) -> dict[str, str]:
+    """PEFT's save_pretrained of every recipe, in ``folder`` under its name; returns what fails, with the reason.
 
-    The effect is the mean change of the log-probabilities of the ``top`` tokens that are likeliest with the adapter.
+    ``scales`` by name are taken where they are, else searched for an effect within EFFECTS and put there. The effect
+    is the mean change of the log-probabilities of the tokens that are likeliest with the adapter, after the first
+    ``prompt`` of random tokens: that of a layer of attention shrinks with the length.
     """
-    vocabulary = base.config.vocab_size
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, vocabulary, (4, 64), generator=generator).to(device)
-    tokens = torch.arange(vocabulary, device=device).expand(4, 32, vocabulary)
-    bare = logprobs(base, ids, tokens, rows=1)
-    scales = {}
-    for name, recipe in recipes().items():
-        model = get_peft_model(base, recipe.config).eval()
-        start, seed = parameters(model), zlib.crc32(name.encode())
+    with base.lent() as model:
+        probe = Probe(model, prompt, new_tokens)
+    errors = {}
+    for name, recipe in recipes.items():
+        begun = time.perf_counter()
+        try:
+            with base.lent() as model:
+                scales[name] = write_adapter(model, recipe, folder / name, probe, scales.get(name))
+            done = f"scale {scales[name]:.4g}"
+        except Exception as error:  # noqa: BLE001 - the other adapters are wanted all the same
+            errors[name] = done = f"PEFT does not write it: {type(error).__name__}: {error}"
+        print(f"  {name}: {done}, {probe.taken()} probes, {time.perf_counter() - begun:.1f} s", flush=True)
+    return errors
 
-        def effect_of(scale: float) -> float:
-            depart(start, scale, seed)  # noqa: B023 - called within this turn of the loop
-            adapted, likeliest = logprobs(model, ids, tokens, rows=1).topk(top)  # noqa: B023
-            return (adapted - bare.gather(-1, likeliest)).abs().mean().item()
 
-        scales[name] = search_scale(effect_of, recipe.scale, *effects)
-        model.save_pretrained(folder / name)
-        model.unload()
-    return scales
+def write_adapter(base, recipe: Recipe, folder: Path, probe: Probe, scale: float | None) -> float:
+    """One of them, at this scale if one is given; returns its scale."""
+    seed = zlib.crc32(folder.name.encode())
+    torch.manual_seed(seed)
+    model = get_peft_model(base, recipe.config()).eval()
+    if recipe.task is not None:
+        set_task(model, recipe.task)
+    start = parameters(model, recipe.draws)
+
+    def effect_of(scale: float) -> float:
+        depart(start, scale, seed)
+        return probe.effect(model)
+
+    if scale is None:
+        scale = search_scale(effect_of, recipe.scale, *EFFECTS)
+    else:
+        depart(start, scale, seed)
+    model.save_pretrained(folder)
+    if recipe.task is not None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"task_id": recipe.task}))
+    model.unload()
+    return scale
+
+
+class Probe:
+    """Random tokens, and what the base makes of them."""
+
+    def __init__(self, base, prompt: int, new_tokens: int):
+        vocabulary = base.config.vocab_size
+        generator = torch.Generator().manual_seed(7)
+        self.ids = torch.randint(3, vocabulary, (2, prompt + new_tokens), generator=generator).to(base.device)
+        self.tokens = torch.arange(vocabulary, device=base.device).expand(2, new_tokens, vocabulary)
+        self.bare, self.count = logprobs(base, self.ids, self.tokens, rows=1), 0
+
+    def effect(self, model: PeftModel) -> float:
+        self.count += 1
+        adapted, likeliest = logprobs(model, self.ids, self.tokens, rows=1).topk(TOP)
+        return (adapted - self.bare.gather(-1, likeliest)).abs().mean().item()
+
+    def taken(self) -> int:
+        """How often since it was last asked."""
+        count, self.count = self.count, 0
+        return count
 
 
 def search_scale(effect_of, scale: float, low: float, high: float) -> float:
@@ -120,30 +210,30 @@ def search_scale(effect_of, scale: float, low: float, high: float) -> float:
             too_small = scale
         else:
             too_large = scale
-        scale *= min(max(aim / max(effect, 1e-9), 0.2), 5.0)
-        if not too_small < scale < too_large:
-            scale = (too_small + too_large) / 2
+        if 0 < too_small and too_large < float("inf"):
+            scale = (too_small * too_large) ** 0.5
+        else:
+            scale *= min(max(aim / max(effect, 1e-9), 0.2), 5.0)
     raise RuntimeError(f"no scale gives an effect of {low} to {high} nat; {scale:.3g} gives {effect:.3g}")
 
 
-def parameters(model) -> dict[str, tuple[Tensor, Tensor]]:
-    """Trainable parameters by name, each with its values before any noise."""
-    return {name: (p, p.detach().clone()) for name, p in model.named_parameters() if p.requires_grad}
+def parameters(model: PeftModel, draws: dict[str, Draw]) -> list[tuple[Tensor, Tensor, Draw]]:
+    """Every trainable parameter with its values before any noise and its draw. ValueError for one that has none."""
+    found = []
+    for path, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        fitting = [start for start in draws if any(part.startswith(start) for part in path.split("."))]
+        if not fitting:
+            raise ValueError(f"the recipe does not say how to draw {path}; it has {', '.join(draws)}")
+        found.append((parameter, parameter.detach().clone(), draws[max(fitting, key=len)]))
+    return found
 
 
 @torch.no_grad()
-def depart(start: dict[str, tuple[Tensor, Tensor]], scale: float, seed: int) -> None:
-    """Set the parameters to identity plus ``scale`` times noise; the same seed gives the same noise."""
+def depart(start: list[tuple[Tensor, Tensor, Draw]], scale: float, seed: int) -> None:
+    """Draw the parameters at this scale; the same seed gives the same noise."""
     generator = torch.Generator().manual_seed(seed)
-    for name, (parameter, before) in start.items():
+    for parameter, before, draw in start:
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-        if "lora_A" in name:
-            continue  # PEFT starts it at random already
-        if "ia3_l" in name or "magnitude" in name:
-            parameter.copy_(before * (1 + scale * noise))
-        elif "vera_lambda_d" in name:
-            parameter.copy_(noise)  # the term is d's product with e, which gets the scale
-        elif "lora_B" in name:
-            parameter.copy_(0.1 * scale * noise)  # of the order of W's own share, as the other methods at this scale
-        else:
-            parameter.copy_(scale * noise)
+        parameter.copy_(draw(before, noise, scale))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PACKAGES = ("scute_sgl", "sglang", "torch", "transformers", "peft")
+BEGAN = time.perf_counter()
 
 
+@functools.cache
 def header() -> dict:
-    """The facts that head every result file."""
+    """The facts that head every result file. They take a second to find out."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device(),
@@ -36,6 +40,11 @@ def save(path: Path | None, rows: list[dict], **more) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(header() | more | {"rows": rows}, indent=1) + "\n")
+
+
+def stage(text: str) -> None:
+    """Say what is done, and after how many seconds of the run."""
+    print(f"[{time.perf_counter() - BEGAN:5.0f} s] {text}", flush=True)
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@
 # PARTS   links   SGLang's all-reduce between these GPUs, eagerly and in graphs        links_tpN.json
 #         checks  exactness for 1 and N GPUs, a storm of replays, whole refusals       exactness_tpN.json and
 #                                                                                      tp_checks_tpN.json
+#         every   exactness for 1 and N GPUs of an adapter of every method             the same, every_tpN.json
 #         decode  time per token of the base, ours, csgmv and triton, 8B shape         decode_tpN.json
 # BUDGET  seconds for all parts together; a part gets what the ones before it left.
 # PATCH_STOCK_LOADER=1  edits the installed SGLang: without it, its own backends read no adapter beside a dummy base.
@@ -36,6 +37,8 @@ for name in $PARTS; do
       case $? in 0) ;; 2) flags=(--disable-custom-all-reduce) failed=1 ;; *) failed=1 ;; esac ;;
     checks)
       part checks python3 benchmarks/tp_checks.py --tp "$TP" --out "$OUT" "${flags[@]}" || failed=1 ;;
+    every)
+      part every python3 benchmarks/tp_checks.py --tp "$TP" --adapters every --out "$OUT" "${flags[@]}" || failed=1 ;;
     decode)
       part decode python3 benchmarks/tp_decode.py --tp "$TP" --out "$OUT" "${flags[@]}" \
         ${PATCH_STOCK_LOADER:+--patch-stock-loader} || failed=1 ;;

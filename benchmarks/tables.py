@@ -28,7 +28,8 @@ def table(name: str, folder: Path) -> str:
     result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     caption = f"{result['date']}, {result['device']}; {versions}; commit {result['commit']}; `{result['command']}`"
-    rows = TABLES[part or name.split("_")[0]](result["rows"])
+    kind = part or max((kind for kind in TABLES if name.startswith(f"{kind}_")), key=len)
+    rows = TABLES[kind](result["rows"])
     return f"{rows}\n\n{caption}, [raw results]({os.path.relpath(RESULTS / name, folder)})."
 
 
@@ -51,6 +52,24 @@ def exactness(rows: list[dict]) -> str:
 
     columns = "adapter | served by | GPUs | dtype | effect | mean error | PEFT's own | base rows | 99.9% | error / effect"
     return markdown(columns, "llrlrrrrrr", map(line, rows))
+
+
+def every(rows: list[dict]) -> str:
+    """A line for each method and number of GPUs, with the mean errors in every dtype."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines = {}
+    for row in rows:
+        lines.setdefault(f"{row['method']} | {row['adapter']} | {row['tp']}", {})[row["dtype"]] = row
+
+    def figures(row: dict) -> str:
+        if "error" in row:
+            return "failed |  |  | "
+        errors = " | ".join(f"{row[key]:.2e}" for key in ("mean_error", "peft_error", "base_error"))
+        return f"{row['effect']:.3f} | {errors}{'' if row['ok'] else ' (not ok)'}"
+
+    columns = "".join(f" | {dtype}: effect | mean error | PEFT's own | base rows" for dtype in dtypes)
+    joined = (" | ".join([names, *(figures(of[dtype]) for dtype in dtypes)]) for names, of in lines.items())
+    return markdown(f"method | adapter | GPUs{columns}", "llr" + "rrrr" * len(dtypes), joined)
 
 
 def decode(rows: list[dict]) -> str:
@@ -118,7 +137,8 @@ def load(rows: list[dict]) -> str:
 
 
 LATENCIES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
-TABLES = {"decode": decode, "plan": plan, "traffic": traffic, "load": load, "own": own_bytes, "exactness": exactness}
+TABLES = {"decode": decode, "plan": plan, "traffic": traffic, "load": load, "own": own_bytes}
+TABLES |= {"exactness": exactness, "exactness_every": every}
 
 
 def block(name: str, folder: Path) -> str:
@@ -139,7 +159,7 @@ def main() -> None:
         for page in args.write:
             page.write_text(updated(page), encoding="utf-8")
     else:
-        names = sorted(path.name for kind in TABLES for path in RESULTS.glob(f"{kind}_*.json"))
+        names = sorted({path.name for kind in TABLES for path in RESULTS.glob(f"{kind}_*.json")})
         names += [f"{name}:plan" for name in names if name.startswith("decode")]
         print("\n\n".join(block(name, Path.cwd()) for name in names))
 

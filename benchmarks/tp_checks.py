@@ -1,6 +1,7 @@
 """Tensor parallelism on one machine: as exact as one GPU, the same answers while adapters come and go, whole refusals.
 
     python benchmarks/tp_checks.py --tp 2 --out benchmarks/results
+    python benchmarks/tp_checks.py --tp 2 --adapters every --out benchmarks/results
     python benchmarks/tp_checks.py --tp 2 --tiny --device cpu --dtype float32 --out /tmp/tp       # to try it
 
 Three engines serve the base and the nine adapters of exactness.py side by side: on one GPU, on --tp GPUs, and on --tp
@@ -13,6 +14,9 @@ tp_checks_tpN.json   difference: log-probabilities of tp N against those of tp 1
                      storm: --steps decode steps with other tenants in nearly every one, loads and unloads in between
                      answers: each tenant's answers in that storm against the engine without graphs, beside the base's
                      refusal: adapters that only the last rank's part makes bad; afterwards all answer as before
+
+With --adapters every there are but the exactness rows, the difference and the refusals, in exactness_every_tpN.json and
+tp_checks_every_tpN.json: of one adapter of each method, those refused that need a weight which no rank holds whole.
 
 A difference is ok if its mean is at most 1.5 times that of the base's rows, the limit that exactness.py has for errors.
 """
@@ -28,24 +32,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import every_method
 import exactness
 import record
 import torch
 import tp_engine
 from engines import EngineProcess
-from peft_models import LLAMA_1B, TINY, recipes, write_adapters, write_base
+from exactness import ASK_SECONDS
+from peft_models import TINY, write_adapters, write_base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tp_engine import Job, Request
+from tp_engine import Job, Request, agreeing, decoded, in_common
 
-from scute_sgl.judge import load_base
+from scute_sgl.judge import Peft
 
 SMALL = TINY | {"intermediate_size": 128}  # on CPU ranks SGLang pads widths that are no multiples of 64
 LIMIT = 1.5
 FLOAT32_DIFFERENCE = 1e-5
-ASK_SECONDS = 150  # without an answer for so long, something hangs
 BROKEN = "base_model.model.model.layers.0.self_attn.q_proj."
 BAD = {"overflow": "refused [bad_config]: model.layers.0.self_attn.q_proj B", "wrong_base": "refused [wrong_base]"}
+NOT_WHOLE = "refused [unsupported_method]: this method needs all of the base weight"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,17 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
     parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="two small layers and few tokens, to try the script")
     parser.add_argument("--steps", type=int, default=2000, help="decode steps of the storm")
-    parser.add_argument("--rows", type=int, help="rows of the exactness batch for each adapter and for the base")
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="all-reduce over NCCL alone")
+    exactness.add_sizes(parser)
     args = parser.parse_args(argv)
-    args.config = SMALL if args.tiny else LLAMA_1B
-    args.rows = args.rows or (2 if args.tiny else 8)
-    args.new_tokens = args.new_tokens or (16 if args.tiny else 256)
+    exactness.set_sizes(args, SMALL)
     os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # the first GPU serves more engines than the others
     if args.device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -75,59 +75,71 @@ def main(argv: list[str] | None = None) -> int:
 class Checks:
     def __init__(self, args, scratch: Path):
         self.args, self.scratch, self.base = args, scratch, scratch / "base"
-        self.rows, self.exact = [], []
-        self.has_graphs, self.began = args.device == "cuda", time.perf_counter()
+        self.rows, self.exact, self.scales, self.errors = [], [], {}, {}
+        self.has_graphs, self.every = args.device == "cuda", args.adapters == "every"
+        self.chosen = exactness.choose(args)
+        whole = every_method.recipes() if self.every else {}
+        self.refused = {name: recipe for name, recipe in whole.items() if name not in self.chosen}
 
     def run(self) -> list[dict]:
         args = self.args
         write_base(self.base, args.config, getattr(torch, args.dtype), args.device)
         with ExitStack() as stack:
-            sizes = (4, 8, tp_engine.WORKERS, (1 + len(recipes())) * args.rows)
+            sizes = (4, 8, tp_engine.WORKERS, (1 + len(self.chosen)) * args.rows)
             jobs = [self.job(1, sizes), self.job(args.tp, sizes), self.job(args.tp, ())]
             engines = [
-                stack.enter_context(EngineProcess(tp_engine.start, job)) for job in jobs[: 3 if self.has_graphs else 2]
+                stack.enter_context(EngineProcess(tp_engine.start, job))
+                for job in jobs[: 3 if self.has_graphs and not self.every else 2]
             ]
             one, many, eager = engines[0], engines[1], engines[-1]
-            exact = load_base(self.base, torch.float32, args.device)
-            self.scales = write_adapters(exact, self.scratch, exactness.EFFECTS, exactness.TOP, args.device)
+            exact = Peft(self.base, torch.float32, args.device)
+            everything = self.chosen | self.refused
+            self.errors |= write_adapters(exact, everything, self.scratch, self.scales, args.prompt, args.new_tokens)
             del exact
-            self.folders = {name: str(self.scratch / name) for name in recipes()}
-            self.log("adapters are written")
+            record.stage("adapters are written")
+            folders = {name: self.scratch / name for name in self.chosen}
             for engine in engines:
-                engine.ask(tp_engine.load, self.folders)  # waits for the start
-            self.log("engines hold them")
-            answers = self.generate(one, 1), self.generate(many, args.tp)
+                exactness.hold(engine, folders, self.errors)
+            record.stage("engines hold them")
+            self.folders = {name: str(folder) for name, folder in folders.items() if name not in self.errors}
+            answers = [self.generate(one, 1), self.generate(many, args.tp)]
             self.differences(one, many, *answers)
-            with ThreadPoolExecutor(1) as pool:  # the storm meanwhile
-                judged = pool.submit(lambda: [self.judge(*pair) for pair in zip((1, args.tp), answers, strict=True)])
-                self.storm(many, eager)
+            with ThreadPoolExecutor(1) as pool:  # the rest meanwhile
+                judged = pool.submit(self.judge, answers)
+                if not self.every:
+                    self.storm(many, eager)
                 self.refusals(many)
                 judged.result()
-            self.log("done")
+            record.stage("done")
         return [*self.exact, *self.rows]
 
     def job(self, tp: int, graphs: tuple[int, ...]) -> Job:
         args = self.args
         # The tenants fit at once; beside the copies that a storm loads, some must leave.
-        arena_mb = (2 if args.tiny else 192) if tp > 1 else 1024
-        return Job(self.base, args.dtype, args.device, tp, graphs, arena_mb, not args.disable_custom_all_reduce)
+        roomy = tp == 1 or self.every
+        arena_mb = (64 if roomy else 2) if args.tiny else (2048 if roomy else 192)
+        tokens = max(65536, 2 * (1 + len(self.chosen)) * args.rows * (args.prompt + args.new_tokens))
+        return Job(self.base, args.dtype, args.device, tp, graphs, arena_mb, tokens, not args.disable_custom_all_reduce)
+
+    def file(self, kind: str) -> Path:
+        return self.args.out / f"{kind}{'_every' if self.every else ''}_tp{self.args.tp}.json"
 
     # Exactness
 
     def generate(self, engine: EngineProcess, tp: int) -> dict:
-        answers = engine.ask(exactness.generate, [*recipes(), None], self.args, seconds=ASK_SECONDS)
-        exactness.check_one_batch(engine.ask(tp_engine.state, seconds=ASK_SECONDS))
-        self.log(f"tp {tp} has answered")
+        answers = exactness.answer(engine, [*self.folders, None], self.chosen, self.args)
+        record.stage(f"tp {tp} has answered")
         return answers
 
-    def judge(self, tp: int, answers: dict) -> None:
-        args = argparse.Namespace(**vars(self.args) | {"tp": tp})
-        folders = {name: self.scratch / name for name in recipes()}
-        figures = exactness.judge(answers, self.base, folders, getattr(torch, args.dtype), args)
-        self.exact += exactness.rows_of("scute", args.dtype, figures, self.scales, args)
-        file = args.out / f"exactness_tp{self.args.tp}.json"
-        record.save(file, self.exact, limits=exactness.LIMITS, base=args.config)
-        print("\n".join(map(exactness.line, self.exact[-len(figures) :])), flush=True)
+    def judge(self, answers: list[dict]) -> None:
+        args = self.args
+        folders = {name: self.scratch / name for name in self.folders}
+        figures = exactness.judge(answers, self.base, folders, getattr(torch, args.dtype), self.errors, args)
+        for tp, found in zip((1, args.tp), figures, strict=True):
+            of_tp = argparse.Namespace(**vars(args) | {"tp": tp})
+            self.exact += exactness.rows_of("scute", args.dtype, self.chosen, found, self.errors, self.scales, of_tp)
+        record.save(self.file("exactness"), self.exact, limits=exactness.LIMITS, base=args.config)
+        print("\n".join(map(exactness.line, self.exact)), flush=True)
 
     def differences(self, one: EngineProcess, many: EngineProcess, of_one: dict, of_many: dict) -> None:
         names = [name for name in of_one for _ in range(self.args.rows)]
@@ -162,17 +174,25 @@ class Checks:
     # Refusals
 
     def refusals(self, engine: EngineProcess) -> None:
-        asked = [Request(name, name, [7, 8, 9, 10 + i], [0] * 24, []) for i, name in enumerate([*recipes(), None] * 2)]
+        names = [*self.folders, None]
+        asked = [Request(name, name, [7, 8, 9, 10 + i], [0] * 24, []) for i, name in enumerate(names * 2)]
         calm = engine.ask(tp_engine.answer, asked, seconds=ASK_SECONDS)
         before = engine.ask(tp_engine.state, seconds=ASK_SECONDS)["tenants"]
-        for name, reason in BAD.items():
-            folder = write_bad(self.scratch / name, name, self.scratch / "lora_r8", self.base)
-            loaded, error, seconds = engine.ask(tp_engine.try_load, name, str(folder), seconds=ASK_SECONDS)
+        for name, reasons in self.bad_adapters().items():
+            loaded, error, seconds = engine.ask(tp_engine.try_load, name, str(self.scratch / name), seconds=ASK_SECONDS)
             whole = engine.ask(tp_engine.state, seconds=ASK_SECONDS)["tenants"] == before
-            says = reason in error and f"(on tensor-parallel rank {self.args.tp - 1})" in error
+            says = all(reason in error for reason in reasons)
             row = {"check": "refusal", "adapter": name, "refused": not loaded, "error": error}
             self.add(row | {"seconds": round(seconds, 2), "ok": not loaded and says and whole})
         self.compare_answers("after refusals", calm, engine.ask(tp_engine.answer, asked, seconds=ASK_SECONDS))
+
+    def bad_adapters(self) -> dict[str, tuple[str, ...]]:
+        """Adapters that must be refused, and what is to be said."""
+        if self.every:
+            return dict.fromkeys(self.refused, (NOT_WHOLE,))
+        for name in BAD:
+            write_bad(self.scratch / name, name, self.scratch / "lora_r8", self.base)
+        return {name: (reason, f"(on tensor-parallel rank {self.args.tp - 1})") for name, reason in BAD.items()}
 
     # Comparisons
 
@@ -191,7 +211,7 @@ class Checks:
         gaps = {name: (values[:, 0] - values[:, 1]).abs() for name, values in found.items()}
         base = gaps[None]
         for name, gap in gaps.items():
-            row = {"check": check, "to": to, "method": recipes()[name].method if name else "base", "adapter": name}
+            row = {"check": check, "to": to, "method": self.chosen[name].method if name else "base", "adapter": name}
             row |= {"dtype": self.args.dtype, "tp": self.args.tp, "values": len(gap)} | (more or {}).get(name, {})
             row |= {"mean": gap.mean().item(), "max": gap.max().item(), "bit_equal": not gap.any()}
             row |= {"base_mean": base.mean().item(), "base_max": base.max().item()}
@@ -200,31 +220,12 @@ class Checks:
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
-        record.save(self.args.out / f"tp_checks_tp{self.args.tp}.json", self.rows, limit=LIMIT)
+        record.save(self.file("tp_checks"), self.rows, limit=LIMIT)
         texts = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()}
         print(" ".join(f"{key}={text}" for key, text in texts.items()), flush=True)
 
-    def log(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:5.0f} s] {text}", flush=True)
 
-
-def agreeing(left: list[int], right: list[int]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
-
-
-def in_common(left: list[dict[int, float]], right: list[dict[int, float]]) -> list[tuple[float, float]]:
-    """Log-probabilities of every token that both have at a position."""
-    return [(a[token], b[token]) for a, b in zip(left, right) for token in a.keys() & b.keys()]
-
-
-def decoded(answers: exactness.Answers) -> list[list[dict[int, float]]]:
-    """Rows of positions of log-probabilities by token, the chosen one first."""
-    rows = zip(answers.tokens.tolist(), answers.served.tolist(), strict=True)
-    return [[dict(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in rows]
-
-
-def write_bad(folder: Path, kind: str, good: Path, base: Path) -> Path:
+def write_bad(folder: Path, kind: str, good: Path, base: Path) -> None:
     """A copy of a LoRA adapter that is bad in its last outputs alone, which the last rank holds."""
     shutil.copytree(good, folder)
     tensors = load_file(good / "adapter_model.safetensors")
@@ -238,7 +239,6 @@ def write_bad(folder: Path, kind: str, good: Path, base: Path) -> Path:
         weight[-1] += 1
         tensors[BROKEN + "base_layer.weight"] = weight
     save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
 
 
 if __name__ == "__mp_main__" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":

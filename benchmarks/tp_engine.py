@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines import PLAIN
+
+if TYPE_CHECKING:
+    from scute_sgl.judge import Answers
 
 TOP = 20
 WORKERS = 12  # requests in flight during a storm
@@ -26,11 +31,12 @@ class Job:
     tp: int
     graphs: tuple[int, ...]
     arena_mb: int
+    tokens: int  # of KV cache
     custom_all_reduce: bool = True
 
     def arguments(self) -> dict:
         common = {"model_path": str(self.base), "dtype": self.dtype, "tp_size": self.tp, "random_seed": 0}
-        common |= {"max_total_tokens": 65536, "scute_arena_mb": self.arena_mb, "scute_poison": True}
+        common |= {"max_total_tokens": self.tokens, "scute_arena_mb": self.arena_mb, "scute_poison": True}
         common |= {"scute_check_ranks": self.tp > 1, "watchdog_timeout": 120}
         if self.device == "cpu":
             plain = {"device": "cpu", "skip_tokenizer_init": True, "disable_radix_cache": True, "log_level": "warning"}
@@ -72,18 +78,23 @@ def let_cpu_ranks_talk() -> None:
     parallel_state.init_model_parallel_group = over_gloo
 
 
-def load(engine, folders: dict[str, str]) -> None:
-    for name, folder in folders.items():
-        reply = engine.load_lora_adapter(name, folder)
-        if not reply.success:
-            raise RuntimeError(reply.error_message)
-
-
 def try_load(engine, name: str, folder: str) -> tuple[bool, str, float]:
     """Whether it was loaded, the error, and the seconds that it took."""
     started = time.perf_counter()
     reply = engine.load_lora_adapter(name, folder)
     return reply.success, reply.error_message or "", time.perf_counter() - started
+
+
+def try_answer(engine, name: str) -> str:
+    """Why the adapter does not answer a short request, or not with numbers; "" if it does."""
+    try:
+        reply = engine.generate(
+            input_ids=list(range(3, 19)), sampling_params=sampling(4), lora_path=name, return_logprob=True
+        )
+    except ValueError as error:
+        return str(error)
+    logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    return "" if all(map(math.isfinite, logprobs)) else f"answers with log-probabilities {logprobs}"
 
 
 def state(engine) -> dict:
@@ -203,3 +214,19 @@ def sampling(new_tokens: int) -> dict:
 def answered(name: str | None, adapter: str | None, prompt: list[int], reply: dict) -> Request:
     chosen = reply["meta_info"]["output_token_logprobs"]
     return Request(name, adapter, prompt, [entry[1] for entry in chosen], [entry[0] for entry in chosen])
+
+
+def agreeing(left: list[int], right: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), min(len(left), len(right)))
+
+
+def in_common(left: list[dict[int, float]], right: list[dict[int, float]]) -> list[tuple[float, float]]:
+    """Log-probabilities of every token that both have at a position."""
+    return [(a[token], b[token]) for a, b in zip(left, right) for token in a.keys() & b.keys()]
+
+
+def decoded(answers: Answers) -> list[list[dict[int, float]]]:
+    """Rows of positions of log-probabilities by token, the chosen one first."""
+    rows = zip(answers.tokens.tolist(), answers.served.tolist(), strict=True)
+    return [[dict(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in rows]

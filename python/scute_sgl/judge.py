@@ -14,8 +14,9 @@ from unittest import mock
 
 import peft.tuners.boft.layer as boft_layer
 import torch
-from peft import PeftModel, PeftType
+from peft import PeftModel
 from peft.tuners.lora.variants import get_alora_offsets_for_generate
+from peft.tuners.poly.layer import PolyLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -116,20 +117,24 @@ class Peft:
         self.folder, self.dtype, self.device = folder, dtype, device
         self.base = None
 
-    def logprobs(self, adapter: Path | None, ids: Tensor, tokens: Tensor, rows: int = 4) -> Tensor:
-        """What :func:`logprobs` says, on the host; adapter None is the base itself."""
+    @contextmanager
+    def lent(self) -> Iterator[torch.nn.Module]:
+        """The base, to somebody who gives it back without the adapter."""
         if self.base is None:
             self.base = load_base(self.folder, self.dtype, self.device)
             self.sums = _sums(self.base)
         try:
-            with with_adapter(self.base, adapter) as model:
-                result = logprobs(model, ids.to(self.device), tokens.to(self.device), rows).cpu()
-            if _sums(self.base) != self.sums:
-                self.base = None
-        except Exception:
+            yield self.base
+        except BaseException:
             self.base = None  # half an adapter may still sit in it
             raise
-        return result
+        if _sums(self.base) != self.sums:
+            self.base = None
+
+    def logprobs(self, adapter: Path | None, ids: Tensor, tokens: Tensor, rows: int = 4) -> Tensor:
+        """What :func:`logprobs` says, on the host; adapter None is the base itself."""
+        with self.lent() as base, with_adapter(base, adapter) as model:
+            return logprobs(model, ids.to(self.device), tokens.to(self.device), rows).cpu()
 
 
 def _sums(model) -> dict[str, float]:
@@ -146,15 +151,26 @@ def load_adapter(base, folder: Path) -> PeftModel:
     """PEFT's model of an adapter, in eval mode; ``base`` becomes a part of it.
 
     Some methods take singular vectors out of the base when they load. PEFT computes them in float32, which errs by up
-    to 5e-6 of a weight of 0.1 where singular values lie close; here they are as exact as float64 makes them.
+    to 5e-6 of a weight of 0.1 where singular values lie close; here they are as exact as float64 makes them. Not those
+    of AdaMSS: its clusters must come out as when it was trained.
     """
-    boft_layer.get_fbd_cuda = lambda: _BlockDiagonal
-    with mock.patch("torch.linalg.svd", _svd):
+    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    svd = torch.linalg.svd if config["peft_type"] == "ADAMSS" else _svd
+    with mock.patch("torch.linalg.svd", svd):
         model = PeftModel.from_pretrained(base, folder).eval()
-    if model.peft_config["default"].peft_type == PeftType.POLY:  # PEFT wants the task in every call
-        config = json.loads((Path(folder) / "adapter_config.json").read_text())
-        model.base_model._register_pre_hooks(torch.tensor([config.get("task_id", 0)], device=model.device))
+    set_task(model, config.get("task_id", 0))
     return model
+
+
+def set_task(model: PeftModel, task: int) -> None:
+    """Poly's, which PEFT wants in every call for every row. Other methods have none."""
+
+    def with_task(_, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {"task_ids": torch.full((len(args[0]),), task, device=args[0].device)}
+
+    for module in model.modules():
+        if isinstance(module, PolyLayer):
+            module.register_forward_pre_hook(with_task, with_kwargs=True)
 
 
 @contextmanager
@@ -199,6 +215,9 @@ class _BlockDiagonal:
     @staticmethod
     def forward(blocks: Tensor) -> tuple[Tensor]:
         return (torch.stack([torch.block_diag(*stage) for stage in blocks]),)
+
+
+boft_layer.get_fbd_cuda = lambda: _BlockDiagonal
 
 
 def _svd(matrix: Tensor, full_matrices: bool = True, svd=torch.linalg.svd) -> tuple[Tensor, ...]:

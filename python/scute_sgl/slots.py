@@ -170,8 +170,8 @@ class Adapter:
 
     method: str  # label shown to users: "LORA", "DORA", "IA3", "VERA", "OFT", ...
     modules: dict[str, Slots] = field(default_factory=dict)
-    invocation: tuple[int, ...] = ()
     norms: dict[str, Tensor] = field(default_factory=dict)  # path of a norm -> its trained weight (width,)
+    invocation: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
