@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import peft
-from peft_models import LINEARS, Recipe, around, drawn, kept, scaled, tenth
+from peft_models import INVOCATION, LINEARS, Recipe, around, drawn, kept, scaled, tenth
 from peft_models import recipes as nine
 
 from scute_sgl.supported import SUPPORT
@@ -35,8 +35,14 @@ def _lambda(start, noise, scale):
     return scale * (1 + 0.1 * noise)
 
 
+TOKENS = list(range(3, 103))
+SPLIT_BY_OUTPUTS = LINEARS[:3] + LINEARS[4:6]  # a mix of outputs is refused where ranks have parts of sums
+
 # The ranks are at most 512, of which every graph has room; the sizes fit the tiny base too.
 OTHERS = (
+    _lora(
+        "ALORA", LINEARS, 0.25, {"lora_A": kept, "lora_B": tenth}, alora_invocation_tokens=INVOCATION, task_type="CAUSAL_LM"
+    ),
     _lora("PISSA", V, 0.5, {"lora_A": around, "lora_B": around}, init_lora_weights="pissa"),
     _lora("OLORA", FEW, 0.5, {"lora_A": around, "lora_B": around}, init_lora_weights="olora"),
     _lora("KASA", V, 0.5, {"lora_A": kept, "lora_B": tenth, "lora_diag": drawn}, kasa_config=peft.KasaConfig()),
@@ -66,10 +72,18 @@ OTHERS = (
         "POLY", "PolyConfig", LINEARS, 0.8, {"poly_router": drawn, "poly_lora_A": kept, "poly_lora_B": scaled},
         task=2, r=8, n_tasks=3, n_skills=4, n_splits=2,
     ),
+    _recipe("LN_TUNING", "LNTuningConfig", ["input_layernorm", "post_attention_layernorm"], 0.1, {"ln_tuning": around}),
+    _recipe("ROAD", "RoadConfig", SPLIT_BY_OUTPUTS, 0.05, {"road_theta": scaled, "road_alpha": around}, group_size=16),
+    _recipe("SHIRA", "ShiraConfig", LINEARS, 0.01, {"shira_weight": scaled}, r=8),
+    _recipe("SUPERTUNING", "SupertuningConfig", FEW, 0.02, {"supertuning_": scaled}),
     _recipe("TINYLORA", "TinyLoraConfig", V, 0.7, {"tinylora_v": scaled}),
-    _recipe("UNILORA", "UniLoraConfig", LINEARS, 1.0, {"unilora_theta_d": scaled}),
     _recipe(
-        "VBLORA", "VBLoRAConfig", LINEARS, 0.1, {"vblora_vector_bank": scaled, "vblora_logits": drawn},
+        "TRAINABLE_TOKENS", "TrainableTokensConfig", ["embed_tokens"], 1.0, {"trainable_tokens": around},
+        token_indices=TOKENS,
+    ),
+    _recipe("UNILORA", "UniLoraConfig", LINEARS, 2.5, {"unilora_theta_d": scaled}),
+    _recipe(
+        "VBLORA", "VBLoRAConfig", LINEARS, 0.03, {"vblora_vector_bank": scaled, "vblora_logits": drawn},
         num_vectors=64, vector_length=32,
     ),
 )  # fmt: skip

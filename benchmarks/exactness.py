@@ -47,9 +47,10 @@ def choose(args) -> dict[str, Recipe]:
     return {name: recipe for name, recipe in chosen.items() if args.tp == 1 or recipe.method not in every_method.WHOLE}
 
 
-def generate(engine, names: list[str | None], args) -> dict[str | None, Answers]:
+def generate(engine, names: list[str | None], folders: dict[str, Path], args) -> dict[str | None, Answers]:
     """One batch: ``args.rows`` rows for each name."""
-    return judging.generate(engine, names, args.config["vocab_size"], args.rows, args.prompt, args.new_tokens)
+    sizes = args.config["vocab_size"], args.rows, args.prompt, args.new_tokens
+    return judging.generate(engine, names, *sizes, folders)
 
 
 def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, adapters: int, args):
@@ -84,10 +85,12 @@ def hold(engine: EngineProcess, folders: dict[str, Path], errors: dict[str | Non
                 errors[name] = error
 
 
-def answer(engine: EngineProcess, names: list[str | None], chosen: dict[str, Recipe], args) -> dict:
+def answer(
+    engine: EngineProcess, names: list[str | None], folders: dict[str, Path], chosen: dict[str, Recipe], args
+) -> dict:
     """The answers of one batch. RuntimeError if its forward passes did not hold all of it, or ran without graphs."""
     before = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
-    answers = engine.ask(generate, names, args, seconds=ASK_SECONDS)
+    answers = engine.ask(generate, names, folders, args, seconds=ASK_SECONDS)
     state = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
     methods = {chosen[name].method for name in names if name}
     found = state["max_tenants_in_forward"], state["max_methods_in_forward"]
@@ -188,9 +191,9 @@ def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, cho
                 hold(engine, folders, errors)
                 record.stage(f"{name}: the engine holds them")
                 held = [adapter for adapter in folders if adapter not in errors]
-                answers = answer(engine, [*held, None], chosen, args)
+                answers = answer(engine, [*held, None], folders, chosen, args)
             else:
-                answers = engine.ask(generate, [*folders, None], args, seconds=START_SECONDS)
+                answers = engine.ask(generate, [*folders, None], folders, args, seconds=START_SECONDS)
         except Exception as error:  # noqa: BLE001 - the next dtype is wanted all the same
             errors = dict.fromkeys([*chosen, None], f"{type(error).__name__}: {error}") | errors
     record.stage(f"{name}: {backend} has answered")

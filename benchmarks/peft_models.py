@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from scute_sgl.judge import TOP, Peft, logprobs, set_task
 
 EFFECTS = (0.3, 1.0)  # of an adapter, in nat
+INVOCATION = [17, 18, 19]  # what an activated LoRA of the test waits for; it is in every probe's prompt
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LLAMA_1B = {
     "vocab_size": 128256,
@@ -185,6 +186,7 @@ class Probe:
         vocabulary = base.config.vocab_size
         generator = torch.Generator().manual_seed(7)
         self.ids = torch.randint(3, vocabulary, (2, prompt + new_tokens), generator=generator).to(base.device)
+        self.ids[:, 1 : 1 + len(INVOCATION)] = torch.tensor(INVOCATION)
         self.tokens = torch.arange(vocabulary, device=base.device).expand(2, new_tokens, vocabulary)
         self.bare, self.count = logprobs(base, self.ids, self.tokens, rows=1), 0
 

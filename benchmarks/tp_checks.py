@@ -101,7 +101,8 @@ class Checks:
             for engine in engines:
                 exactness.hold(engine, folders, self.errors)
             record.stage("engines hold them")
-            self.folders = {name: str(folder) for name, folder in folders.items() if name not in self.errors}
+            self.paths = {name: folder for name, folder in folders.items() if name not in self.errors}
+            self.folders = {name: str(folder) for name, folder in self.paths.items()}
             answers = [self.generate(one, 1), self.generate(many, args.tp)]
             self.differences(one, many, *answers)
             with ThreadPoolExecutor(1) as pool:  # the rest meanwhile
@@ -127,14 +128,13 @@ class Checks:
     # Exactness
 
     def generate(self, engine: EngineProcess, tp: int) -> dict:
-        answers = exactness.answer(engine, [*self.folders, None], self.chosen, self.args)
+        answers = exactness.answer(engine, [*self.folders, None], self.paths, self.chosen, self.args)
         record.stage(f"tp {tp} has answered")
         return answers
 
     def judge(self, answers: list[dict]) -> None:
         args = self.args
-        folders = {name: self.scratch / name for name in self.folders}
-        figures = exactness.judge(answers, self.base, folders, getattr(torch, args.dtype), self.errors, args)
+        figures = exactness.judge(answers, self.base, self.paths, getattr(torch, args.dtype), self.errors, args)
         for tp, found in zip((1, args.tp), figures, strict=True):
             of_tp = argparse.Namespace(**vars(args) | {"tp": tp})
             self.exact += exactness.rows_of("scute", args.dtype, self.chosen, found, self.errors, self.scales, of_tp)

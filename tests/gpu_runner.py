@@ -15,7 +15,7 @@ import torch
 from gpu_worker import SIZES, start_model_runner
 
 SPAN = 64  # KV places of a row
-ARENA_MB = 4  # holds the test's adapters once, but not all that its storm loads
+ARENA_MB = 7  # holds the test's adapters once, but not all that its storm loads
 
 
 @dataclasses.dataclass(frozen=True)
