@@ -67,9 +67,9 @@ OTHERS = (
         task=2, r=8, n_tasks=3, n_skills=4, n_splits=2,
     ),
     _recipe("TINYLORA", "TinyLoraConfig", V, 0.7, {"tinylora_v": scaled}),
-    _recipe("UNILORA", "UniLoraConfig", LINEARS, 1.0, {"unilora_theta_d": scaled}),
+    _recipe("UNILORA", "UniLoraConfig", LINEARS, 2.5, {"unilora_theta_d": scaled}),
     _recipe(
-        "VBLORA", "VBLoRAConfig", LINEARS, 0.1, {"vblora_vector_bank": scaled, "vblora_logits": drawn},
+        "VBLORA", "VBLoRAConfig", LINEARS, 0.03, {"vblora_vector_bank": scaled, "vblora_logits": drawn},
         num_vectors=64, vector_length=32,
     ),
 )  # fmt: skip

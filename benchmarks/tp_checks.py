@@ -127,8 +127,10 @@ class Checks:
     # Exactness
 
     def generate(self, engine: EngineProcess, tp: int) -> dict:
-        answers = exactness.answer(engine, [*self.folders, None], self.chosen, self.args)
+        answers, wrong = exactness.answer(engine, [*self.folders, None], self.chosen, self.args)
         record.stage(f"tp {tp} has answered")
+        if wrong:
+            self.add({"check": "batch", "of_tp": tp, "wrong": wrong, "ok": False})
         return answers
 
     def judge(self, answers: list[dict]) -> None:
