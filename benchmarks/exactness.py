@@ -54,11 +54,10 @@ def generate(engine, names: list[str | None], args) -> dict[str | None, Answers]
 
 
 def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, adapters: int, args):
-    """An engine for a batch of so many adapters, which holds those in ``folders``; it decodes in CUDA graphs if there
-    is a GPU."""
+    """For a batch of so many adapters; it holds those in ``folders``, and decodes in CUDA graphs if there is a GPU."""
     rows = (1 + adapters) * args.rows
-    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0}
-    arguments |= {"max_total_tokens": max(65536, 2 * rows * (args.prompt + args.new_tokens))}
+    tokens = max(65536, 2 * rows * (args.prompt + args.new_tokens))
+    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0, "max_total_tokens": tokens}
     if args.device == "cpu":
         arguments |= {"device": "cpu", "skip_tokenizer_init": True, "log_level": "warning"}
     else:
@@ -131,13 +130,8 @@ def rows_of(
     plain = [f["p999_error"] for name, f in figures.items() if name and chosen[name].method == "LORA"]
     rows = []
     for name in [*chosen, None]:
-        row = {
-            "method": chosen[name].method if name else "base",
-            "adapter": name or "base",
-            "backend": backend,
-            "dtype": dtype,
-            "tp": args.tp,
-        }
+        row = {"method": chosen[name].method if name else "base", "adapter": name or "base"}
+        row |= {"backend": backend, "dtype": dtype, "tp": args.tp}
         if name not in figures:
             rows.append(row | {"ok": False, "error": errors[name]})
             continue
