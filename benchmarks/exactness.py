@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+import time
 from pathlib import Path
 
 import every_method
@@ -54,11 +55,10 @@ def generate(engine, names: list[str | None], folders: dict[str, Path], args) ->
 
 
 def start(backend: str, base: Path, folders: dict[str, Path], dtype: str, adapters: int, args):
-    """An engine for a batch of so many adapters, which holds those in ``folders``; it decodes in CUDA graphs if there
-    is a GPU."""
+    """For a batch of so many adapters; it holds those in ``folders``, and decodes in CUDA graphs if there is a GPU."""
     rows = (1 + adapters) * args.rows
-    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0}
-    arguments |= {"max_total_tokens": max(65536, 2 * rows * (args.prompt + args.new_tokens))}
+    tokens = max(65536, 2 * rows * (args.prompt + args.new_tokens))
+    arguments = {"model_path": str(base), "dtype": dtype, "random_seed": 0, "max_total_tokens": tokens}
     if args.device == "cpu":
         arguments |= {"device": "cpu", "skip_tokenizer_init": True, "log_level": "warning"}
     else:
@@ -87,19 +87,20 @@ def hold(engine: EngineProcess, folders: dict[str, Path], errors: dict[str | Non
 
 def answer(
     engine: EngineProcess, names: list[str | None], folders: dict[str, Path], chosen: dict[str, Recipe], args
-) -> dict:
-    """The answers of one batch. RuntimeError if its forward passes did not hold all of it, or ran without graphs."""
-    before = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
+) -> tuple[dict, str]:
+    """The answers of one batch; and by the server's own counters, whether no forward pass held all of it, or it ran
+    without graphs ("" if neither)."""
+    before = engine.ask(tp_engine.state, seconds=ASK_SECONDS)["replays"]
     answers = engine.ask(generate, names, folders, args, seconds=ASK_SECONDS)
     state = engine.ask(tp_engine.state, seconds=ASK_SECONDS)
-    methods = {chosen[name].method for name in names if name}
+    adapters = [name for name in names if name]
     found = state["max_tenants_in_forward"], state["max_methods_in_forward"]
-    if found != (sum(name is not None for name in names), len(methods)):
-        raise RuntimeError(f"the largest forward pass held {found[0]} adapters of {found[1]} methods")
-    replays = state["replays"] - before["replays"]
-    if args.device == "cuda" and replays < args.new_tokens - 1:
-        raise RuntimeError(f"only {replays} of {args.new_tokens - 1} decode steps were replays of a CUDA graph")
-    return answers
+    if found != (len(adapters), len({chosen[name].method for name in adapters})):
+        return answers, f"the largest forward pass held {found[0]} adapters of {found[1]} methods"
+    steps, replays = args.new_tokens - 1, state["replays"] - before
+    if args.device == "cuda" and replays < steps:
+        return answers, f"only {replays} of {steps} decode steps were replays of a CUDA graph"
+    return answers, ""
 
 
 def judge(runs: list[dict], base: Path, folders: dict[str, Path], dtype: torch.dtype, errors: dict, args) -> list[dict]:
@@ -110,12 +111,14 @@ def judge(runs: list[dict], base: Path, folders: dict[str, Path], dtype: torch.d
     figures = [{} for _ in runs]
     for name in runs[0]:
         ids, tokens = (torch.cat([getattr(answers[name], part) for answers in runs]) for part in ("ids", "tokens"))
+        begun = time.perf_counter()
         try:
             bare = exact.logprobs(None, ids, tokens)
             expected, peft = (side.logprobs(folders.get(name), ids, tokens) for side in (exact, same))
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
             errors[name] = f"PEFT cannot run it: {type(error).__name__}: {error}"
             continue
+        print(f"  PEFT has read {name or 'the base'} in {time.perf_counter() - begun:.1f} s", flush=True)
         parts = zip(*(t.split(args.rows) for t in (expected, bare, peft)), strict=True)
         for answers, found, part in zip(runs, figures, parts, strict=True):
             found[name] = judging.figures(answers[name].served, *part)
@@ -130,13 +133,8 @@ def rows_of(
     plain = [f["p999_error"] for name, f in figures.items() if name and chosen[name].method == "LORA"]
     rows = []
     for name in [*chosen, None]:
-        row = {
-            "method": chosen[name].method if name else "base",
-            "adapter": name or "base",
-            "backend": backend,
-            "dtype": dtype,
-            "tp": args.tp,
-        }
+        row = {"method": chosen[name].method if name else "base", "adapter": name or "base"}
+        row |= {"backend": backend, "dtype": dtype, "tp": args.tp}
         if name not in figures:
             rows.append(row | {"ok": False, "error": errors[name]})
             continue
@@ -178,7 +176,7 @@ def run_dtype(dtype: str, folder: Path, chosen: dict[str, Recipe], scales: dict,
 
 def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, chosen: dict, scales: dict, args) -> list[dict]:
     """Ours starts while the adapters are written, and gets them one by one."""
-    name, errors, answers = str(dtype).removeprefix("torch."), {}, {}
+    name, errors, answers, wrong = str(dtype).removeprefix("torch."), {}, {}, ""
     at_start = {} if backend == "scute" else folders
     with EngineProcess(start, backend, base, at_start, name, len(chosen), args) as engine:
         if backend == "scute":
@@ -191,15 +189,16 @@ def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, cho
                 hold(engine, folders, errors)
                 record.stage(f"{name}: the engine holds them")
                 held = [adapter for adapter in folders if adapter not in errors]
-                answers = answer(engine, [*held, None], folders, chosen, args)
+                answers, wrong = answer(engine, [*held, None], folders, chosen, args)
             else:
                 answers = engine.ask(generate, [*folders, None], folders, args, seconds=START_SECONDS)
         except Exception as error:  # noqa: BLE001 - the next dtype is wanted all the same
             errors = dict.fromkeys([*chosen, None], f"{type(error).__name__}: {error}") | errors
-    record.stage(f"{name}: {backend} has answered")
+    record.stage(f"{name}: {backend} has answered {wrong}")
     figures = judge([answers], base, folders, dtype, errors, args)[0]
     record.stage(f"{name}: answers are judged")
-    return rows_of(backend, name, chosen, figures, errors, scales, args)
+    rows = rows_of(backend, name, chosen, figures, errors, scales, args)
+    return [row | {"ok": False, "batch": wrong} for row in rows] if wrong else rows
 
 
 def line(row: dict) -> str:

@@ -51,7 +51,7 @@ LIMIT = 1.5
 FLOAT32_DIFFERENCE = 1e-5
 BROKEN = "base_model.model.model.layers.0.self_attn.q_proj."
 BAD = {"overflow": "refused [bad_config]: model.layers.0.self_attn.q_proj B", "wrong_base": "refused [wrong_base]"}
-NOT_WHOLE = "refused [unsupported_method]: this method needs all of the base weight"
+NOT_WHOLE = "refused [unsupported_method]", "this method needs all of the base weight"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,8 +128,10 @@ class Checks:
     # Exactness
 
     def generate(self, engine: EngineProcess, tp: int) -> dict:
-        answers = exactness.answer(engine, [*self.folders, None], self.paths, self.chosen, self.args)
+        answers, wrong = exactness.answer(engine, [*self.folders, None], self.paths, self.chosen, self.args)
         record.stage(f"tp {tp} has answered")
+        if wrong:
+            self.add({"check": "batch", "of_tp": tp, "wrong": wrong, "ok": False})
         return answers
 
     def judge(self, answers: list[dict]) -> None:
@@ -189,7 +191,7 @@ class Checks:
     def bad_adapters(self) -> dict[str, tuple[str, ...]]:
         """Adapters that must be refused, and what is to be said."""
         if self.every:
-            return dict.fromkeys(self.refused, (NOT_WHOLE,))
+            return dict.fromkeys(self.refused, NOT_WHOLE)
         for name in BAD:
             write_bad(self.scratch / name, name, self.scratch / "lora_r8", self.base)
         return {name: (reason, f"(on tensor-parallel rank {self.args.tp - 1})") for name, reason in BAD.items()}

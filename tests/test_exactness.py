@@ -105,3 +105,16 @@ def test_each_limit_holds(change):
 def test_without_the_base_or_a_plain_lora_nothing_is_ok():
     assert not any(row["ok"] for row in rows({None: "failed"}))
     assert not next(row for row in rows({"lora_r8": "failed"}) if row["adapter"] == "hra")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("tenants", "methods", "replays", "device", "wrong"),
+    [(2, 2, 23, "cuda", ""), (2, 2, 0, "cpu", ""), (1, 2, 23, "cuda", "held 1 adapters"), (2, 2, 22, "cuda", "only 22 of 23")],
+)
+def test_the_batch_must_be_one_and_replayed(tenants, methods, replays, device, wrong):
+    state = {"max_tenants_in_forward": tenants, "max_methods_in_forward": methods}
+    replies = iter([{"replays": 9}, "answers", state | {"replays": 9 + replays}])
+    engine = Namespace(ask=lambda *_, **__: next(replies))
+    args = Namespace(new_tokens=24, device=device)
+    answers, found = exactness.answer(engine, ["lora_r8", "hra", None], every_method.recipes(), args)
+    assert answers == "answers" and (wrong in found if wrong else found == "")
