@@ -5,6 +5,11 @@ L2 cache holds, as in a model whose layers follow one another; inputs stay in th
 are one pair for all sets, as PEFT shares them over a model's layers. A line says what one launch (or pair) takes, and
 in brackets how much of the speed of a large copy it reached, by the adapter bytes that it had to read.
 ``step`` lines add up a decoding step: a graph of all layers' base GEMMs with the adapters' ops against one without.
+
+``--stock`` times SGLang's own triton and csgmv layers too (it needs SGLang): the same step with each in our place, one
+stream, its graph replayed in turns with ours and the base's; with ``--parts ops,step`` also every fused layer's pair of
+launches alone. stock_ops.py says how they are called, and checks each result before its time is taken. The last line
+names each row where ours is slower than SGLang's best. Rows carry their ``backend``: scute, triton or csgmv.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import isqrt
 from pathlib import Path
+from types import ModuleType
 
 import record
 import torch
@@ -226,7 +232,7 @@ def copy_bandwidth() -> float:
 
 
 def time_ops(
-    name: str, workload: Workload, model: str, bandwidth: float, dtype: torch.dtype, room: int
+    name: str, workload: Workload, model: str, bandwidth: float, dtype: torch.dtype, room: int, stock: ModuleType | None
 ) -> list[dict]:
     rows = []
     for layer, (inputs, outputs) in fused_layers(model).items():
@@ -249,6 +255,8 @@ def time_ops(
             line += f" {part} {taken:6.2f} us [{row['share']:4.0%}]"
             rows.append(row)
         print(line, flush=True)
+        if stock:
+            rows += time_pairs(name, layer, bench, stock.build(workload, {layer: bench}, dtype))
         del bench
         torch.cuda.empty_cache()
     return rows
@@ -284,10 +292,30 @@ def time_tokens(tenants: int, count: int, model: str, bandwidth: float, dtype: t
     return rows
 
 
-def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, room: int) -> dict:
+def time_pairs(name: str, layer: str, bench: Bench, built: dict[str, dict[str, list]]) -> list[dict]:
+    """One fused layer's two launches, one after the other: ours and SGLang's, graphs replayed in turns."""
+
+    def ours() -> None:
+        for n in range(bench.sets):
+            bench.run("both", n)
+
+    def theirs(sets: list) -> None:
+        for one in sets:
+            one.apply_lora(bench.y, bench.x)
+
+    graphs = [graph_of(ours), *(graph_of(lambda: theirs(built[backend][layer])) for backend in built)]
+    taken = dict(zip(("scute", *built), (us / bench.sets for us in microseconds(*graphs))))
+    print(f"{name:24} {layer:8} pair " + ", ".join(f"{what} {us:.2f} us" for what, us in taken.items()), flush=True)
+    return [{"workload": name, "layer": layer, "op": "pair", "backend": what, "us": us} for what, us in taken.items()]
+
+
+def time_step(
+    name: str, workload: Workload, model: str, dtype: torch.dtype, room: int, stock: ModuleType | None
+) -> list[dict]:
     """What the adapters' ops add to one step, in milliseconds, with the base's GEMMs between them."""
     layers = MODELS[model][0]
-    benches = [Bench(workload, *shape, layers, dtype, room) for shape in fused_layers(model).values()]
+    fused = {layer: Bench(workload, *shape, layers, dtype, room) for layer, shape in fused_layers(model).items()}
+    benches = list(fused.values())
     weights = [
         [torch.randn(sum(bench.outputs), bench.x.shape[1], device="cuda", dtype=dtype) * 0.02 for _ in range(layers)]
         for bench in benches
@@ -312,39 +340,63 @@ def time_step(name: str, workload: Workload, model: str, dtype: torch.dtype, roo
                 if "after" in parts and bench.kind != "oft":
                     bench.run("after", n)
 
+    def stock_step(built: dict[str, list]) -> None:
+        """As SGLang's layers do: both launches after the GEMM, on its stream."""
+        for n in range(layers):
+            for layer, bench, weight in zip(fused, benches, weights):
+                torch.mm(bench.x, weight[n].T, out=bench.y)
+                built[layer][n].apply_lora(bench.y, bench.x)
+
     variants = ((), ("before", "after"), ("before",), ("after",))
-    base, *others = (us / 1e3 for us in microseconds(*(graph_of(lambda v=v: step(*v)) for v in variants)))
+    built = stock.build(workload, fused, dtype) if stock else {}
+    graphs = [graph_of(lambda: step(*variant)) for variant in variants]
+    graphs += [graph_of(lambda: stock_step(built[backend])) for backend in built]
+    base, *others = (us / 1e3 for us in microseconds(*graphs))
     read = sum(bench.bytes for bench in benches) * layers
-    row = {"workload": name, "op": "step", "base_ms": base, "bytes": read}
+    row = {"workload": name, "op": "step", "base_ms": base, "bytes": read} | ({"backend": "scute"} if stock else {})
     row |= {what: ms - base for what, ms in zip(("added_ms", "sums_alone_ms", "expand_alone_ms"), others)}
     print(f"{name:24} step: base {base:.3f} ms, added {row['added_ms']:.3f} ms (sums alone {row['sums_alone_ms']:.3f}, "
           f"expand alone {row['expand_alone_ms']:.3f}), {read / 1e6:.0f} MB", flush=True)  # fmt: skip
-    return row
+    rows = [row]
+    for backend, ms in zip(built, others[3:]):
+        rows.append({"workload": name, "op": "step", "backend": backend, "base_ms": base, "added_ms": ms - base})
+    if stock:
+        added = ", ".join(f"{row['backend']} {row['added_ms']:.3f} ms" for row in rows)
+        print(f"{name:24} step: added by {added}", flush=True)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--only", default="", help="regular expression that a workload's name must match")
-    parser.add_argument("--parts", default="ops,step")
+    parser.add_argument("--only", help="regular expression for workloads' names; default: all, with --stock five")
+    parser.add_argument("--parts", help="ops, step or both; default: ops,step, with --stock step")
+    parser.add_argument("--stock", action="store_true", help="time SGLang's own LoRA backends too")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--room", type=int, default=0, help="ranks that partial sums have room for: graph_rank in serving")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.stock:
+        import stock_ops  # it imports SGLang, which nothing else here needs
+    only = options.only if options.only is not None else stock_ops.DEFAULT if options.stock else ""
+    parts = options.parts or ("step" if options.stock else "ops,step")
     dtype, rows, bandwidth = getattr(torch, options.dtype), [], copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.model}, {options.dtype}, copy {bandwidth / 1e3:.0f} GB/s")
     for tenants, count in TOKENS:
-        if "ops" in options.parts and re.search(options.only, "tokens"):
+        if "ops" in parts and re.search(only, "tokens"):
             rows += time_tokens(tenants, count, options.model, bandwidth, dtype)
     for name, workload in WORKLOADS.items():
-        if not re.search(options.only, name):
+        if not re.search(only, name):
             continue
-        if "ops" in options.parts:
-            rows += time_ops(name, workload, options.model, bandwidth, dtype, options.room)
-        if "step" in options.parts:
-            rows.append(time_step(name, workload, options.model, dtype, options.room))
+        stock = stock_ops if options.stock and stock_ops.can_run(workload) else None
+        if "ops" in parts:
+            rows += time_ops(name, workload, options.model, bandwidth, dtype, options.room, stock)
+        if "step" in parts:
+            rows += time_step(name, workload, options.model, dtype, options.room, stock)
             torch.cuda.empty_cache()
         record.save(options.json, rows, model=options.model, dtype=options.dtype, room=options.room, copy_gb_s=bandwidth / 1e3)
+    if options.stock:
+        print(f"{options.model}: {stock_ops.verdict(rows)}")
 
 
 if __name__ == "__main__":
