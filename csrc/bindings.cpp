@@ -26,6 +26,9 @@ TORCH_LIBRARY(scute, m) {
   m.def(
       "structured(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, Tensor(a!) y) "
       "-> ()");
+  m.def(
+      "hadamard(Tensor x, Tensor weight, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, "
+      "Tensor(a!) y) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -36,6 +39,7 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("expand", TORCH_FN(scute::cpu::expand));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
   m.impl("structured", TORCH_FN(scute::cpu::structured));
+  m.impl("hadamard", TORCH_FN(scute::cpu::hadamard));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -47,6 +51,7 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("expand", TORCH_FN(scute::cuda::expand));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
   m.impl("structured", TORCH_FN(scute::cuda::structured));
+  m.impl("hadamard", TORCH_FN(scute::cuda::hadamard));
 }
 #endif
 

@@ -27,7 +27,7 @@ struct Entry {
 static_assert(sizeof(Entry) % 16 == 0);  // kernels read it in 16-byte words
 
 // What a structured block begins with: its kind and its sizes. Everything after it begins at a multiple of kAlign.
-enum Kind : int32_t { kKronecker = 1, kSparse = 2, kMix = 3 };
+enum Kind : int32_t { kKronecker = 1, kSparse = 2, kMix = 3, kHadamard = 4 };
 struct alignas(16) Structure {
   int32_t kind;
   union {
@@ -40,6 +40,9 @@ struct alignas(16) Structure {
     struct {
       int32_t outputs, group, one_each;  // one_each: one number for both outputs of a pair
     } mix;
+    struct {
+      int32_t outputs, inputs, rank;  // rank8
+    } hadamard;
     int32_t sizes[7];
   };
 };

@@ -33,6 +33,9 @@ using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& are
 using StructuredOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
                           int64_t module, IntArrayRef columns, Tensor& y);
 
+using HadamardOp = void(const Tensor& x, const Tensor& weight, const Tensor& row_slot, const Tensor& arena,
+                        const Tensor& table, int64_t module, IntArrayRef columns, Tensor& y);
+
 namespace cpu {
 PlanOp plan;
 ShrinkOp shrink;
@@ -41,6 +44,7 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
+HadamardOp hadamard;
 }  // namespace cpu
 
 namespace cuda {
@@ -51,6 +55,7 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
+HadamardOp hadamard;
 }  // namespace cuda
 
 }  // namespace scute

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import test_ops_expand
+import test_ops_hadamard
 import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
@@ -30,6 +31,7 @@ ARGUMENTS = {
     "expand": test_ops_expand.arguments,
     "rotate": test_ops_rotate.arguments,
     "structured": test_ops_structured.arguments,
+    "hadamard": test_ops_hadamard.arguments,
 }
 
 
@@ -38,7 +40,7 @@ ARGUMENTS = {
 def test_schema_and_fake_hold(name, device):
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
-    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out") if out in given}
+    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out", "weight") if out in given}
     opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 

@@ -207,7 +207,7 @@ def test_refusals(device, change, message):
 
 
 @pytest.mark.parametrize("structure, place, value, message", [
-    ("kronecker", 0, 9, "a structured block of kind 9; want 1 to 3"),
+    ("kronecker", 0, 9, "a structured block of kind 9; want 1 to 4"),
     ("kronecker", 1, 7, "a structured block of 28 outputs; want slice 0's 8"),
     ("kronecker", 2, 3, "a structured block of 12 inputs; want x's 8"),
     ("sparse", 3, 1, "whose rows do not follow one another"),

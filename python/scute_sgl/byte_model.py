@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
 from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
-from scute_sgl.slots import Folded, Target
+from scute_sgl.slots import Folded, Hadamard, Target
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -45,8 +45,8 @@ GPUS = {
 @dataclass(frozen=True)
 class Cost:
     """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A is
-    looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits of
-    layout.py."""
+    looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. Base weights that are
+    read again (HiRA) are such a set. ``live``: bits of layout.py."""
 
     own: int
     live: int
@@ -63,6 +63,9 @@ def cost(modules: Mapping[int, tuple[Target, Folded]], packed: Image) -> Cost:
             column = round_up(folded.A.shape[0], RANK_STEP) * item
             row += column
             looked_up += column * (t.inputs[1] - t.inputs[0])
+    if again := {module: t for module, (t, f) in modules.items() if isinstance(f.structure, Hadamard)}:
+        weights = sum((t.inputs[1] - t.inputs[0]) * (t.outputs[1] - t.outputs[0]) for t in again.values())
+        return Cost(packed.nbytes - looked_up, packed.live, row, weights * item, f"weights of {sorted(again)}")
     shared = [t for t, folded in modules.values() if folded.shared is not None]
     if not shared:
         return Cost(packed.nbytes - looked_up, packed.live, row)
@@ -94,14 +97,14 @@ def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
 
 
 def launches_of_step(tenants: Iterable[Cost], layers: int) -> int:
-    """Launches of the batch's graph variant beyond the base's: shrink and expand, 2 for shared sets, 1 to rotate, 1 for
+    """Launches of the batch's graph variant beyond the base's: shrink and expand, 2 for shared sets, 1 to rotate, 2 for
     structures."""
     live = 0
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    single = bool(variant & ROTATED) + bool(variant & STRUCTURED)
-    return layers * (2 * bool(variant & DELTA) + 2 * bool(variant & SHARED) + single)
+    twice = sum(bool(variant & bit) for bit in (DELTA, SHARED, STRUCTURED))
+    return layers * (2 * twice + bool(variant & ROTATED))
 
 
 def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:

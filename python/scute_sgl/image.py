@@ -18,7 +18,7 @@ from torch import Tensor
 from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, Kronecker, SharedTerm, Target
+from scute_sgl.slots import Folded, Hadamard, Kronecker, SharedTerm, Target
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -179,6 +179,8 @@ class _Packer:
             hint = f"found w1 of {tuple(s.w1.shape)} and {0 if s.w2_b is None else len(s.w2_b)} inner ranks"
             want = f"want up to {layout.KRONECKER_ROWS} columns, and {layout.KRONECKER_VALUES} columns times ranks"
             raise AdapterError("too_large", f"{hint}, {want}", module=t.path, key="w1")
+        if isinstance(s, Hadamard):
+            _check_width(t)
         return [self.add(part, t, name) for name, part in structured.parts(s).items()][0]
 
     def bytes(self, pin: bool) -> Tensor:
@@ -195,11 +197,15 @@ def _view(data: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _checked_pack_a(t: Target) -> Callable[[Tensor], Tensor]:
+    _check_width(t)
+    return layout.pack_a
+
+
+def _check_width(t: Target) -> None:
     width = t.inputs[1] - t.inputs[0]
     if width % 8:
         hint = f"{width} inputs on this rank; the layout needs a multiple of 8"
         raise AdapterError("bad_shape", hint, module=t.path, key="A")
-    return layout.pack_a
 
 
 def _fits(value: int, t: Target, what: str) -> int:

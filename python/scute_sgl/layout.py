@@ -39,7 +39,7 @@ SLOT_FIELDS = 3
 DELTA, SHARED, ROTATED, STRUCTURED = 1, 2, 4, 8
 
 # the first word of a structured block
-KRONECKER, SPARSE, MIX = 1, 2, 3
+KRONECKER, SPARSE, MIX, HADAMARD = 1, 2, 3, 4
 STRUCTURE_HEADER = 8
 # A Kronecker product's inner sums lie in a CTA's shared memory: limits of p, and of p * r
 KRONECKER_ROWS, KRONECKER_VALUES = 512, 4096

@@ -134,6 +134,24 @@ def structured(
     _ops.structured(x, row_slot, arena, table, module, columns, y)
 
 
+def hadamard(
+    x: Tensor,
+    weight: Tensor,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    module: int,
+    columns: Sequence[int],
+    y: Tensor,
+) -> None:
+    """y += x (W o (B A))^T, in float32 and rounded once, where the tenant has such a structure.
+
+    x (n, in); ``weight`` (at least columns[-1], in) of x's dtype: the layer's own, row j for column j of y;
+    row_slot int32 (n,); y (n, out) of x's dtype, which expand has updated. ``columns`` as for expand.
+    """
+    _ops.hadamard(x, weight, row_slot, arena, table, module, columns, y)
+
+
 def _fake(*args) -> None:
     """Nothing to allocate and nothing to infer, but one device is needed here as well."""
     devices = {str(arg.device) for arg in args if isinstance(arg, Tensor)}
@@ -141,5 +159,5 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured"):
+for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured", "hadamard"):
     register_fake(f"scute::{_name}", _fake)

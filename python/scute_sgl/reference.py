@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scute_sgl import layout
 from scute_sgl import structured as blocks
-from scute_sgl.slots import Kronecker, Sparse
+from scute_sgl.slots import Hadamard, Kronecker, Sparse
 
 
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
@@ -181,9 +181,24 @@ def structured(
     for slot in row_slot[row_slot >= 0].unique().tolist():
         rows = (row_slot == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(columns)):
-            if (entry := Entry(arena, table, dtype, slot, module + i)).has(layout.STRUCTURE):
-                M, S = matrices(blocks.unpack(arena, entry.fields[layout.STRUCTURE], dtype), end - begin, x.shape[1])
+            s = Entry(arena, table, dtype, slot, module + i).structure()
+            if s is not None and not isinstance(s, Hadamard):
+                M, S = matrices(s, end - begin, x.shape[1])
                 y[rows, begin:end] = y[rows, begin:end] @ M.T + x[rows].double() @ S.T
+    return y
+
+
+def hadamard(
+    x: Tensor, weight: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, columns: Sequence[int],
+    y: Tensor,
+) -> Tensor:
+    dtype, y = y.dtype, y.double()
+    for slot in row_slot[row_slot >= 0].unique().tolist():
+        rows = (row_slot == slot).nonzero().flatten()
+        for i, (begin, end) in enumerate(pairwise(columns)):
+            if isinstance(s := Entry(arena, table, dtype, slot, module + i).structure(), Hadamard):
+                S = weight[begin:end].double() * (s.B.double() @ s.A.double())
+                y[rows, begin:end] += x[rows].double() @ S.T
     return y
 
 
@@ -218,6 +233,11 @@ class Entry:
 
     def read(self, field: int, *shape: int) -> Tensor:
         return read(self.arena, self.dtype, self.fields[field], *shape)
+
+    def structure(self) -> blocks.Structure | None:
+        """In the serving dtype."""
+        offset = self.fields[layout.STRUCTURE]
+        return None if offset < 0 else blocks.unpack(self.arena, offset, self.dtype)
 
     def a(self, inputs: int) -> Tensor:
         return layout.unpack_a(self.read(layout.A, self.rank8 // 8, inputs // 8, 8, 8))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scute_sgl import structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
+from scute_sgl.slots import Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -106,6 +106,9 @@ def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, .
         if over_rows or over_columns:
             return (structured.as_term(s),), None
         return (), replace(s, w1=s.w1[slice(*rows), slice(*columns)])
+    if isinstance(s, Hadamard):  # whose W is this rank's part
+        rank = len(s.A)
+        return (), Hadamard(_cut(s.A, t, "A", rank, "in"), _cut(s.B, t, "B", "out", rank))
     if isinstance(s, Sparse):
         own = (s.rows >= t.outputs[0]) & (s.rows < t.outputs[1])
         own &= (s.columns >= t.inputs[0]) & (s.columns < t.inputs[1])

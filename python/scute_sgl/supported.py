@@ -91,8 +91,9 @@ SUPPORT = (
     ),
     Support(
         "GLORA", "GLORA",
-        "`config_A_B` vector, constant or none, every form of C, D and E, `bias`, any linear layer and `lm_head`",
-        "s b A B", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
+        "every form of A, B, C, D and E, `bias`, any linear layer and `lm_head`",
+        "s b A B S", "A's vector + 1 → s; b₀D + E + WC → b; with matrices S = W ∘ A, which reads W in every step",
+        reads_weight=True,
     ),
     Support(
         "ADAMSS", "ADAMSS",
@@ -129,6 +130,11 @@ SUPPORT = (
         "GRALORA", "GRALORA",
         "any k, hybrid ranks, `bias`, any linear layer and `lm_head`",
         "b A B", "blocks and zeros → A, B of rank k r; alpha / (r + hybrid_r) → B",
+    ),
+    Support(
+        "HIRA", "HIRA",
+        "rank patterns, any linear layer and `lm_head`",
+        "S", "nothing: S = W ∘ BA reads W in every step",
     ),
     Support(
         "LOHA", "LOHA",
