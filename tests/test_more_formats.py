@@ -50,6 +50,13 @@ def test_lokr_products_must_fit_the_layer(monkeypatch):
         read_changed("LOKR")
 
 
+def test_hira_takes_the_rank_of_its_pattern_too():
+    """PEFT gives it to all but the first adapter of a layer."""
+    for fields in ({"r": 2, "rank_pattern": {"up_proj": 3}}, {"r": 3, "rank_pattern": {"up_proj": 2}}):
+        slots = read_changed("HIRA", fields).modules[PATH]
+        assert slots.structure.A.shape == (2, 16) and slots.structure.B.shape == (8, 2)
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_lokr_of_more_columns_than_the_op_has_room_for_is_the_same_as_a_term(monkeypatch, split):
     random = torch.Generator().manual_seed(0)

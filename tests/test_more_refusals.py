@@ -14,7 +14,7 @@ from scute_sgl.methods import METHODS, common
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "BOFT": peft.BOFTConfig,
     "DELORA": peft.DeloraConfig,
-    "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
+    "GRALORA": peft.GraloraConfig, "HIRA": peft.HiraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
     "POLY": peft.PolyConfig, "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig,
     "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
@@ -92,6 +92,11 @@ def test_embeddings_are_refused_by_module(method):
     ("GRALORA", {"hybrid_r": 0}, "unknown_key", [PATH, "gralora_A_general.weight"]),
     ("GRALORA", {"r": 1 << 14, "gralora_k": 4}, "bad_config", ["gralora_k * r + hybrid_r: found 65538"]),
     ("GRALORA", {"exclude_modules": ["q_proj"]}, "bad_config", ["exclude_modules"]),
+    ("HIRA", {"r": 3}, "bad_shape", [PATH, "hira_A", "found rank 2, want 3"]),
+    ("HIRA", {"r": 0}, "bad_config", ["r: found 0"]),
+    ("HIRA", {"rank_pattern": {"up_proj": 0}}, "bad_config", ["rank_pattern: found 0"]),
+    ("HIRA", {"r": 3, "rank_pattern": {"up_proj": 1}}, "bad_shape", [PATH, "hira_A", "found rank 2", "3", "1"]),
+    ("HIRA", {"alpha": 8}, "bad_config", ["alpha", "found 8"]),
     ("LOHA", {"r": 3}, "bad_shape", [PATH, "hada_w1_a", "(8, 2)", "(8, 3)"]),
     ("LOHA", {"alpha_pattern": {"up_proj": "8"}}, "bad_config", ["alpha_pattern", "'8'"]),
     ("LOHA", {"bias": "all"}, "bad_config", ["bias", "'all'"]),

@@ -11,7 +11,7 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.linalg import without_singular
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, FromWeight, Kronecker, Mix, Slots, Sparse, Target, Term
+from scute_sgl.slots import Adapter, Folded, FromWeight, Hadamard, Kronecker, Mix, Slots, Sparse, Target, Term
 
 MODEL = FakeModel()
 WHOLE = MODEL.targets()
@@ -268,6 +268,8 @@ BAD = {
     "structure": dict(structure=Kronecker(torch.zeros(8, 8), torch.zeros(8, 9))),
     "structure ": dict(structure=Sparse(*torch.zeros(3, 1, dtype=torch.long), (64, 63))),
     "structure  ": dict(structure=Mix(torch.zeros(33), torch.zeros(33), 2, one_each=True)),
+    "structure   ": dict(structure=Hadamard(torch.zeros(3, 65), torch.zeros(64, 3))),
+    "B  ": dict(structure=Hadamard(torch.zeros(3, 64), torch.zeros(64, 4))),
 }
 
 

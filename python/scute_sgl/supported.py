@@ -91,9 +91,9 @@ SUPPORT = (
     ),
     Support(
         "GLORA", "GLORA",
-        "every form of A, B, C, D and E, `bias`, any linear layer and `lm_head`",
-        "s b A B S", "A's vector + 1 → s; b₀D + E + WC → b; with matrices S = W ∘ A, which reads W in every step",
-        reads_weight=True,
+        "every form of A, B, C, D and E, `bias`, any linear layer and `lm_head`; with matrices it reads W again in every "
+        "step, for S = W ∘ A",
+        "s b A B S", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
     ),
     Support(
         "ADAMSS", "ADAMSS",
@@ -133,8 +133,8 @@ SUPPORT = (
     ),
     Support(
         "HIRA", "HIRA",
-        "rank patterns, any linear layer and `lm_head`",
-        "S", "nothing: S = W ∘ BA reads W in every step",
+        "rank patterns, any linear layer and `lm_head`; reads W again in every step, for S = W ∘ BA",
+        "S", "",
     ),
     Support(
         "LOHA", "LOHA",

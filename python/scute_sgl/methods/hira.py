@@ -3,7 +3,8 @@
     F(x) = x W + b + x S^T,   S = W o (B A)   with W as (out, in), A = hira_A, B = hira_B
 
 S has no low rank, so W is read again in every step. PEFT makes S in float32; here the sums over ranks and inputs are
-float32 as well. There is no alpha: the scale is 1.
+float32 as well. There is no alpha: the scale is 1, whatever the rank. So either rank that a config names is taken: PEFT
+gives a layer's first adapter the rank r even where rank_pattern names another, and later ones that.
 
 Checked against peft/tuners/hira/layer.py of PEFT 0.21.2.
 """
@@ -23,13 +24,16 @@ PARAMETERS = ("hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B")
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL)
+    r = common.rank(c["r"])
     ranks = Patterns(c["rank_pattern"], "rank_pattern")
 
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "HiRA")
-        r = common.rank(ranks.get(module.file_path, c["r"]), "rank_pattern")
-        A = module.need("hira_A", r, module.in_features)
-        return Slots(structure=Hadamard(A, module.need("hira_B", module.out_features, r)))
+        named = r, common.rank(ranks.get(module.file_path, r), "rank_pattern")
+        A = module.need("hira_A", None, module.in_features)
+        if len(A) not in named:
+            raise module.error("bad_shape", "hira_A", f"found rank {len(A)}, want {' or '.join(map(str, {*named}))}")
+        return Slots(structure=Hadamard(A, module.need("hira_B", module.out_features, len(A))))
 
     modules, _ = group(tensors, base, PARAMETERS)
     return common.build("HIRA", config, modules, read_one)
