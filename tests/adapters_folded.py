@@ -32,6 +32,11 @@ DRAWS = {
     "pvera_lambda": (0, 0.4),
     "fourierft_spectrum": (0, 1),
     "waveft_spectrum": (0, 0.02),
+    "road_theta": (0, 0.4),
+    "road_alpha": (1, 0.2),
+    "shira_weight": (0, 0.1),
+    "supertuning_values": (0, 0.15),
+    "supertuning_lora": (0, 0.1),
     "bias": (0, 0.3),
 }
 
@@ -101,8 +106,18 @@ FOLDED: dict[str, Writer] = {
     ),
     "waveft": _write(peft.WaveFTConfig, n_frequency=200, target_modules=ALL),
     "waveft_proportional": _write(peft.WaveFTConfig, n_frequency=150, proportional_parameters=True, bias="waveft_only"),
+    "road": _write(peft.RoadConfig, group_size=16, target_modules=ALL),
+    "road_2": _write(peft.RoadConfig, variant="road_2", group_size=8, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "road_4": _write(peft.RoadConfig, variant="road_4", group_size=32),
+    "road_near": _write(peft.RoadConfig, near=True, group_size=2),
+    "shira": _write(peft.ShiraConfig, r=4, target_modules=ALL),
+    "shira_seed": _write(peft.ShiraConfig, r=9, random_seed=3, target_modules=["q_proj", "o_proj", "lm_head"]),
+    "shira_near": _write(peft.ShiraConfig, near=True, r=4),
+    "supertuning": _write(peft.SupertuningConfig, sparsity=0.9, target_modules=ALL),
+    "supertuning_bottom": _write(peft.SupertuningConfig, sparsity=0.8, select_top=False, target_modules=["v_proj", "lm_head"]),
+    "supertuning_supra": _write(peft.SupertuningConfig, sparsity=0.95, r=3, lora_alpha=4),
+    "supertuning_supra_alpha": _write(peft.SupertuningConfig, sparsity=0.97, r=2, target_modules=["q_proj", "up_proj"]),
     "waveft_places": _write(peft.WaveFTConfig, n_frequency=120, n_frequency_pattern={"o_proj": 30}, use_idwt=False),
 }  # fmt: skip
-# PEFT keeps factors of W, DEFT's projections and FourierFT's transform in float32 whatever it computes in; WaveFT's
-# shared matrices are float32 here.
-IN_FLOAT32 = dict.fromkeys(("deft", "pissa", "olora", "kasa", "osf", "fourierft", "waveft"), 1e-6)
+# PEFT keeps factors of W, DEFT's projections and FourierFT's transform in float32 whatever it computes in.
+IN_FLOAT32 = dict.fromkeys(("deft", "pissa", "olora", "kasa", "osf", "fourierft"), 1e-6)

@@ -5,10 +5,11 @@ Each has its code, and its text names the key, what was found and what is allowe
 
 import pytest
 import torch
-from small_files import EMBED, PATH, key, read, refused, weighted
+from small_files import BASE, EMBED, PATH, key, read, refused, weighted
 
 from scute_sgl.fold import fold_adapter
 from scute_sgl.methods import adamss, locations
+from scute_sgl.slots import BaseShape
 
 ones = torch.ones
 HRA = {"hra_u": ones(16, 2)}
@@ -22,12 +23,16 @@ ADAMSS |= {"adamss_B.0": ones(7, 1), "adamss_B.1": ones(1, 1)}
 PVERA = {"pvera_lambda_b": ones(8), "pvera_lambda_d": ones(4)}
 SHARED = {"base_model.pvera_A": ones(4, 16), "base_model.pvera_B": ones(8, 2)}
 FOURIERFT, WAVEFT = {"fourierft_spectrum": ones(5)}, {"waveft_spectrum": ones(5)}
+ROAD = {"road_theta": ones(4), "road_alpha": ones(4)}
+SHIRA = {"shira_weight": ones(24), "shira_indices": torch.stack([torch.arange(24) * 5 // 16, torch.arange(24) * 5 % 16])}
+SUPERTUNING = {"supertuning_values": ones(12), "supertuning_indices": torch.arange(12).int() * 10}
 FILES = {
     "ADAMSS": ADAMSS, "DEFT": DEFT, "FOURIERFT": FOURIERFT, "GLORA": GLORA, "HRA": HRA, "OSF": OSF, "PEANUT": PEANUT,
-    "PVERA": PVERA, "WAVEFT": WAVEFT,
+    "PVERA": PVERA, "ROAD": ROAD, "SHIRA": SHIRA, "SUPERTUNING": SUPERTUNING, "WAVEFT": WAVEFT,
 }  # fmt: skip
 FIELDS = {"ADAMSS": {"r": 3, "num_subspaces": 2}, "GLORA": {"config_A_B": "vector", "config_C": "vector"}, "OSF": {}}
 FIELDS |= {method: {"n_frequency": 5} for method in ("FOURIERFT", "WAVEFT")}
+FIELDS |= {"ROAD": {"group_size": 4}, "SHIRA": {"r": 1}, "SUPERTUNING": {"sparsity": 0.9}}
 
 
 def config(method, **fields):
@@ -53,7 +58,7 @@ def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
         with refused("missing_tensor", name.removesuffix("zeros") if len(FILES[method]) > 1 else method):
             read(config(method), tensors(method, **{name: None}))
         *sizes, last = FILES[method][name].shape
-        wrong = ones(*sizes, last + 1)
+        wrong = ones(*sizes, last + 1).to(FILES[method][name].dtype)
         with refused("bad_shape", PATH, name, f"found {tuple(wrong.shape)}"):
             read(config(method), tensors(method) | {key(name): wrong})
     with refused("unknown_key", "invented"):
@@ -85,6 +90,16 @@ def test_no_tensor_may_be_missing_unknown_or_of_another_size(method):
     ("FOURIERFT", {"scaling": "1"}, ["scaling", "found '1'"]),
     ("WAVEFT", {"n_frequency_pattern": {"up_proj": 0}}, ["n_frequency", "found 0"]),
     ("WAVEFT", {"random_loc_seed": 1 << 63}, ["random_loc_seed", "want 0 <= seed"]),
+    ("ROAD", {"variant": "road_3"}, ["variant", "found 'road_3'", "road_1, road_2, road_4"]),
+    ("ROAD", {"group_size": 5}, ["group_size", "found 5", "even"]),
+    ("ROAD", {"group_size": 0}, ["group_size", "found 0"]),
+    ("ROAD", {"group_size": 6}, [PATH, "group_size", "found 6", "divisor of the 8 outputs"]),
+    ("SHIRA", {"r": 0}, ["r", "found 0"]),
+    ("SUPERTUNING", {"sparsity": 1.0}, ["sparsity", "found 1.0", "0 up to 1"]),
+    ("SUPERTUNING", {"sparsity": "0.9"}, ["sparsity", "found '0.9'"]),
+    ("SUPERTUNING", {"r": 0}, ["r", "found 0"]),
+    ("SUPERTUNING", {"lora_alpha": 3.0}, ["lora_alpha", "found 3.0 without r"]),
+    ("SUPERTUNING", {"r": 2, "lora_alpha": "3"}, ["lora_alpha", "found '3'"]),
     ("OSF", {"rank_pattern": {"(a+)+": 2}}, ["rank_pattern", "repeated groups"]),
     ("OSF", {"effective_rank": "half"}, ["effective_rank", "found 'half'"]),
 ])  # fmt: skip
@@ -221,18 +236,68 @@ def test_numbers_of_places_that_do_not_fit(method, monkeypatch):
         read(config(method, n_frequency_pattern={"up_proj": 6}), tensors(method))
     with refused("bad_shape", PATH, "found 129 numbers", "(16, 8)"):
         read(config(method, n_frequency=129), tensors(method, **{name: ones(129)}))
-    down = "model.layers.0.mlp.down_proj"
-    both = tensors(method) | tensors(method, down)
-    rank = 20 if method == "FOURIERFT" else 10  # of two shapes
-    fields = config(method, target_modules=["up_proj", "down_proj"])
-    assert read(fields, both).modules[down].shared.A.shape == (rank, 16)
-    monkeypatch.setattr(locations, "MAX_RANK", rank - 1)
-    with refused("too_large", "n_frequency", "5 in 8 x 16, 5 in 16 x 8", f"rank {rank}", f"up to {rank - 1}"):
-        read(fields, both)
-    monkeypatch.setattr(locations, "MAX_RANK", rank)
     monkeypatch.setattr(locations, "MAX_PLACES", 127)
     with refused("too_large", "128 elements", "up to 127"):
+        read(config(method), tensors(method))
+
+
+def test_fourierft_ranks_that_do_not_fit(monkeypatch):
+    down = "model.layers.0.mlp.down_proj"
+    both = tensors("FOURIERFT") | tensors("FOURIERFT", down)
+    fields = config("FOURIERFT", target_modules=["up_proj", "down_proj"])
+    assert read(fields, both).modules[down].shared.A.shape == (20, 16)  # of two shapes
+    monkeypatch.setattr(locations, "MAX_RANK", 19)
+    with refused("too_large", "n_frequency", "5 in 8 x 16, 5 in 16 x 8", "rank 20", "up to 19"):
         read(fields, both)
+
+
+@pytest.mark.parametrize("method, name", [("SHIRA", "shira_indices"), ("SUPERTUNING", "supertuning_indices")])
+def test_places_that_are_not_of_the_weight(method, name):
+    places = FILES[method][name]
+    for value, found in ((-1, "found outputs -1 to"), (128, f"to {128 if method == 'SHIRA' else 8}, want 0 to 7")):
+        wrong = places.clone()
+        wrong.view(-1)[0] = value
+        with refused("bad_shape", PATH, name, found):
+            read(config(method), tensors(method, **{name: wrong}))
+    twice = places.clone()
+    twice[..., 1] = twice[..., 0]
+    with refused("bad_config", PATH, name, "twice"):
+        read(config(method), tensors(method, **{name: twice}))
+    if method == "SUPERTUNING":
+        with refused("bad_shape", PATH, name, "float32", "integers"):
+            read(config(method), tensors(method, **{name: places.float()}))
+
+
+def test_shira_of_windows_has_the_same_places():
+    """PEFT writes them as float32 there, and reads both."""
+    file = tensors("SHIRA", shira_indices=SHIRA["shira_indices"].float())
+    got, want = (read(config("SHIRA"), f).modules[PATH].structure for f in (file, tensors("SHIRA")))
+    assert torch.equal(got.rows, want.rows) and torch.equal(got.columns, want.columns)
+
+
+def test_supertuning_without_its_places_is_refused():
+    with refused("unsupported_method", "save_precomputed_indices", "depends on the machine"):
+        read(config("SUPERTUNING", save_precomputed_indices=False), tensors("SUPERTUNING", supertuning_indices=None))
+
+
+def test_supra_needs_its_lora_and_nothing_else_has_one():
+    lora = {"supertuning_lora_A.weight": ones(2, 16), "supertuning_lora_B.weight": ones(8, 2)}
+    term = read(config("SUPERTUNING", r=2), tensors("SUPERTUNING", **lora)).modules[PATH].terms[0]
+    assert torch.equal(term.B, 2 * ones(8, 2))  # lora_alpha is 2 r
+    with refused("unknown_key", PATH, "supertuning_lora_A.weight"):
+        read(config("SUPERTUNING"), tensors("SUPERTUNING", **lora))
+    for name in lora:
+        with refused("missing_tensor", PATH, name):
+            read(config("SUPERTUNING", r=2), tensors("SUPERTUNING", **lora | {name: None}))
+
+
+def test_supertuning_values_are_rounded_to_the_base_s_dtype_first():
+    base = BaseShape(BASE, dtype=torch.bfloat16, vocab_size=32)
+    values = torch.linspace(0.1, 0.2, 12)
+    file = tensors("SUPERTUNING", supertuning_values=values)
+    assert torch.equal(read(config("SUPERTUNING"), file, base).modules[PATH].structure.values, values.bfloat16().float())
+    values = torch.linspace(0.1, 0.2, 24)  # SHiRA's are rounded with W alone
+    assert torch.equal(read(config("SHIRA"), tensors("SHIRA", shira_weight=values), base).modules[PATH].structure.values, values)
 
 
 def test_waveft_wavelets_other_than_haar():

@@ -31,7 +31,7 @@ ON_OTHER_BASES = {
         "glora_lora", "glora_lora_vector", "hira",
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
-        "unilora_seed", "vblora_topk", "lora_bd",
+        "unilora_seed", "vblora_topk", "lora_bd", "lokr", "road", "road_4", "shira_seed", "supertuning_supra",
     ],
     "mistral": ["lora", "dora", "ia3", "vera_all_linear_unsaved", "oft"],
 }  # fmt: skip
@@ -147,6 +147,7 @@ def test_equals_peft(written, base_name, name):
 @pytest.mark.parametrize("name", [
     "lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share", "hra", "deft", "peanut", "glora",
     "glora_constant", "glora_lora", "hira", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft", "waveft",
+    "lokr", "road", "shira", "supertuning",
 ])  # fmt: skip
 def test_reads_without_a_base(written, name):
     """B05: enough for inspect. VeRA's matrices, if not saved, are placeholders then."""

@@ -1,3 +1,4 @@
+from dataclasses import fields, replace
 from functools import lru_cache
 from unittest import mock
 
@@ -86,7 +87,12 @@ def arguments(case: Case) -> dict:
 def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """What the reference computes, and its sums of absolute terms. A block holds integers too, whose bits must stay."""
     given, matrices = on_cpu(given), reference.matrices
-    with mock.patch.object(reference, "matrices", lambda *args: tuple(M.abs() for M in matrices(*args))):
+
+    def of_absolutes(structure, *sizes):
+        numbers = {f.name: v.abs() for f in fields(structure) if isinstance(v := getattr(structure, f.name), torch.Tensor)}
+        return tuple(M.abs() for M in matrices(replace(structure, **numbers), *sizes))
+
+    with mock.patch.object(reference, "matrices", of_absolutes):
         terms = reference.structured(**given | {"x": given["x"].abs(), "y": given["y"].abs()})
     return reference.structured(**given), terms
 

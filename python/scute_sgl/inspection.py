@@ -118,7 +118,7 @@ def folded_slots(modules: Collection[Slots], live: Collection[str]) -> list[str]
     found = {
         "m": any(slots.magnitude is not None for slots in modules),
         "gain": any(slots.gain is not None for slots in modules),
-        "W": any(slots.from_weight is not None for slots in modules),
+        "W": any(slots.from_weight is not None or getattr(slots.structure, "rounded", False) for slots in modules),
         "base bias": any(slots.base_bias is not None for slots in modules),
         "R": "R" not in live and any(slots.input_scale is not None for slots in modules),
     }

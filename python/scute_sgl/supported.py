@@ -67,7 +67,7 @@ SUPPORT = (
     Support(
         "WAVEFT", "WAVEFT",
         "`db1`, or `use_idwt=False`; any n and seed, patterns, `bias`, any linear layer and `lm_head`",
-        "b A B d e", "patches of rank n for each shape of layer, kept once → A, B; scaling → d",
+        "b S", "scaling and the wavelet's transform → S, of four values for each number",
     ),
     Support(
         "OFT", "OFT",
@@ -155,6 +155,22 @@ SUPPORT = (
         "POLY", "POLY",
         "one task for each tenant: `task_id` in its `adapter_config.json`; any linear layer and `lm_head`",
         "A B", "mixture of the task's skills → A, B; 1 / r → B",
+    ),
+    Support(
+        "ROAD", "ROAD",
+        "road_1, road_2 and road_4, any group size, any linear layer and `lm_head`; tensor parallelism only where a "
+        "layer's inputs are whole, and its groups",
+        "mix", "α cos θ, α sin θ → mix",
+    ),
+    Support(
+        "SHIRA", "SHIRA",
+        "any mask, any linear layer and `lm_head`",
+        "S", "round(W + values) - W → S", reads_weight=True,
+    ),
+    Support(
+        "SUPERTUNING", "SUPERTUNING",
+        "any sparsity, with saved indices; Supra's `r`; any linear layer and `lm_head`",
+        "A B S", "round(W + values) - W → S; lora_alpha / r → B", reads_weight=True,
     ),
     Support(
         "TINYLORA", "TINYLORA",

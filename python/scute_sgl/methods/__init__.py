@@ -26,6 +26,9 @@ from scute_sgl.methods import (
     peanut,
     poly,
     pvera,
+    road,
+    shira,
+    supertuning,
     tinylora,
     unilora,
     vblora,
@@ -56,6 +59,9 @@ METHODS = {
     "PEANUT": peanut,
     "POLY": poly,
     "PVERA": pvera,
+    "ROAD": road,
+    "SHIRA": shira,
+    "SUPERTUNING": supertuning,
     "TINYLORA": tinylora,
     "UNILORA": unilora,
     "VBLORA": vblora,
@@ -65,7 +71,6 @@ METHODS = {
 
 _PROMPT = "it puts trained embeddings before the prompt and changes no layer"
 _CACHE = "it puts trained keys and values before the prompt's and changes no layer"
-_SPARSE = "it adds a sparse matrix to the weight; no op multiplies by one yet"
 
 # PEFT's other types, and why: the refusal says so.
 NOT_SERVED = {
@@ -83,10 +88,7 @@ NOT_SERVED = {
     "P_TUNING": _PROMPT,
     "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
     "as one low-rank term it has the rank of the whole weight",
-    "ROAD": "it rotates pairs of outputs; no op mixes outputs yet",
     "SHADOW": "it runs a network of its own beside the model, with a state",
-    "SHIRA": _SPARSE,
-    "SUPERTUNING": _SPARSE,
     "TRAINABLE_TOKENS": "it replaces rows of an embedding; train the embedding as a LoRA target",
     "XLORA": "it routes every token among adapters, after a pass of the base model without any",
 }

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from scute_sgl import names
+from scute_sgl import names, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Adapter, Slots
+from scute_sgl.slots import Adapter, Slots, Sparse
 
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
 MAX_VALUES = 1 << 32  # of all A and B of an adapter: some methods expand a small file to far more than it holds
@@ -93,6 +93,21 @@ def scaled(tensor: Tensor, scale: float, module: names.Module, name: str) -> Ten
     if not all_finite(result):
         raise module.error("bad_config", name, f"overflows when multiplied by the adapter's scale {scale}")
     return result
+
+
+def added_to_weight(module: names.Module, name: str, rows: Tensor, columns: Tensor, values: Tensor) -> Sparse:
+    """Values that PEFT adds to W, in W's dtype, at places that the file's tensor ``name`` gives."""
+    shape = []
+    for at, size, side in ((rows, module.out_features, "outputs"), (columns, module.in_features, "inputs")):
+        low, high = (int(at.min()), int(at.max())) if len(at) else (0, 0)
+        if low < 0 or (size is not None and high >= size):
+            want = f"0 to {size - 1}" if size is not None else "none below 0"
+            raise module.error("bad_shape", name, f"found {side} {low} to {high}, want {want}")
+        shape.append(high + 1 if size is None else size)
+    S = structured.sparse(rows, columns, wide(values), (shape[0], shape[1]), rounded=True)
+    if len(S.values) < len(values):
+        raise module.error("bad_config", name, "found a place of the weight twice, want each once")
+    return S
 
 
 def refuse_embedding(module: names.Module, method: str) -> None:

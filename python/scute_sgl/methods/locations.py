@@ -1,8 +1,8 @@
-"""Methods with trained numbers at random places of W's shape (FourierFT, WaveFT): their shared matrices.
+"""Methods with trained numbers at random places of W's shape (FourierFT, WaveFT): the places, and shared matrices.
 
-Each place (p, q), an output and an input, gives one or two ranks: a column of inputs and one of outputs that depend on
-the seed and the layer's shape alone. Layers of one shape have the same; layers of several shapes get their ranks one
-after the other in one pair A, B, and d is zero on the ranks of other shapes.
+A place (p, q) is an output and an input that depend on the seed and the layer's shape alone. In FourierFT each gives two
+ranks: a column of inputs and one of outputs. Layers of one shape have the same; layers of several shapes get their ranks
+one after the other in one pair A, B, and d is zero on the ranks of other shapes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ def shared_terms(
     ``columns(p, q, inputs, outputs)`` gives the rows of A (repeats n, inputs) and the columns of B (outputs, repeats n)
     of n places. AdapterError ``too_large`` with the numbers if A and B would be too large.
     """
-    if not 0 <= seed < 1 << 63:
-        raise AdapterError("bad_config", f"found {seed}, want 0 <= seed < 2**63", key="random_loc_seed")
-    counts: dict[tuple[int, int], int] = {}
-    for path, spectrum in spectra.items():
-        shape = modules[path].in_features, modules[path].out_features
-        if None not in shape and len(spectrum) > shape[0] * shape[1]:
-            found = f"found {len(spectrum)} numbers for a layer of {shape}, want fewer"
-            raise modules[path].error("bad_shape", "", found)
-        counts[shape] = max(counts.get(shape, 0), len(spectrum))
+    counts = counted(spectra, modules, seed)
     if any(None in shape for shape in counts):  # no base: only d is known
         unknown = torch.empty(0, 0, device="meta")
         return {path: SharedTerm(unknown, unknown, d=v.repeat(repeats), e=unknown[0:0]) for path, v in spectra.items()}
@@ -67,6 +59,20 @@ def shared_terms(
             d[first : first + len(spectrum)] = spectrum
         terms[path] = SharedTerm(A, B, d=d, e=torch.ones(shape[1]))
     return terms
+
+
+def counted(spectra: dict[str, Tensor], modules: dict[str, Module], seed: int) -> dict[tuple, int]:
+    """(in, out) of every shape of layer, with None without a base, and how many places it needs."""
+    if not 0 <= seed < 1 << 63:
+        raise AdapterError("bad_config", f"found {seed}, want 0 <= seed < 2**63", key="random_loc_seed")
+    counts: dict[tuple, int] = {}
+    for path, spectrum in spectra.items():
+        shape = modules[path].in_features, modules[path].out_features
+        if None not in shape and len(spectrum) > shape[0] * shape[1]:
+            found = f"found {len(spectrum)} numbers for a layer of {shape}, want fewer"
+            raise modules[path].error("bad_shape", "", found)
+        counts[shape] = max(counts.get(shape, 0), len(spectrum))
+    return counts
 
 
 def places(inputs: int, outputs: int, n: int, seed: int) -> tuple[Tensor, Tensor]:

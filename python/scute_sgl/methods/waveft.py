@@ -1,27 +1,25 @@
 """WaveFT: the change of W is the inverse wavelet transform of n trained numbers at random places.
 
-    F(x) = x W + b + ((x A^T) * d) B^T,   d = scaling * waveft_spectrum (n,)
+    F(x) = x W + b + x S^T,   S = the transform of scaling * waveft_spectrum (n,)
 
 The place (p, q) lies in one of the four bands of a transform of one level: halves of rows and of columns. With db1,
-the Haar wavelet, it becomes a 2 x 2 patch of W, so a column of A and one of B have two numbers each: 1/sqrt(2) twice,
-or with signs + and -. PEFT takes the signs of the rows from the band of the columns and the other way round. Without
-use_idwt a place is one element of W. Places follow from the seed and the layer's shape (locations.py), so all adapters
-with one seed and n share A and B. Other wavelets are longer and are not served.
+the Haar wavelet, it becomes a 2 x 2 patch of W: half of the number four times, with signs. PEFT takes the signs of the
+rows from the band of the columns and the other way round. Without use_idwt a place is one element of W. Places follow
+from the seed and the layer's shape (locations.py). Other wavelets are longer and are not served.
 
 Checked against peft/tuners/waveft/{layer,model,waverec2d}.py of PEFT 0.21.2.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from scute_sgl import structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.methods import common, locations
 from scute_sgl.names import Module, Patterns, group
-from scute_sgl.slots import Adapter, BaseShape, Slots
+from scute_sgl.slots import Adapter, BaseShape, Slots, Sparse
 
 FIELDS = common.TARGETING | {
     "n_frequency": 2592,
@@ -54,26 +52,28 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     modules, _ = group(tensors, base, PARAMETERS)
     spectra = {module.path: spectrum(module) for module in modules if module.adapted}
     by_path = {module.path: module for module in modules}
-    columns = _haar if c["use_idwt"] else _single
-    terms = locations.shared_terms(spectra, by_path, c["random_loc_seed"], columns, repeats=1)
-    return common.build("WAVEFT", config, modules, lambda module: Slots(shared=terms[module.path]))
+    counts = locations.counted(spectra, by_path, c["random_loc_seed"])
+    known = all(None not in shape for shape in counts)
+    drawn = {shape: locations.places(*shape, n, c["random_loc_seed"]) for shape, n in counts.items() if known}
+    matrix = _haar if c["use_idwt"] else structured.sparse
+
+    def read_one(module: Module) -> Slots:
+        values = spectra[module.path]
+        if not drawn:  # no base: nothing but the number of values is known
+            return Slots(structure=Sparse(*torch.empty(3, len(values), device="meta"), (0, 0)))
+        shape = module.in_features, module.out_features
+        p, q = (at[: len(values)] for at in drawn[shape])
+        return Slots(structure=matrix(p, q, common.wide(values), (shape[1], shape[0])))
+
+    return common.build("WAVEFT", config, modules, read_one)
 
 
-def _haar(p: Tensor, q: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    half_in, half_out = (inputs + 1) // 2, (outputs + 1) // 2  # an odd size is transformed with a zero more
-    return _pairs(q % half_in, p >= half_out, inputs), _pairs(p % half_out, q >= half_in, outputs).T
-
-
-def _pairs(at: Tensor, differ: Tensor, size: int) -> Tensor:
-    """(n, size) with 1/sqrt(2) at 2 at and, with a minus where they differ, at 2 at + 1."""
-    rows = torch.zeros(len(at), size + size % 2)
-    k = torch.arange(len(at))
-    rows[k, 2 * at] = math.sqrt(0.5)
-    rows[k, 2 * at + 1] = torch.where(differ, -1.0, 1.0) * math.sqrt(0.5)
-    return rows[:, :size]
-
-
-def _single(p: Tensor, q: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    A, B, k = torch.zeros(len(q), inputs), torch.zeros(outputs, len(p)), torch.arange(len(p))
-    A[k, q] = B[p, k] = 1
-    return A, B
+def _haar(p: Tensor, q: Tensor, values: Tensor, shape: tuple[int, int]) -> Sparse:
+    """Each value at four places: half of it, with the signs of its bands."""
+    half_out, half_in = ((size + 1) // 2 for size in shape)  # an odd size is transformed with a zero more
+    of_inputs, of_outputs = (1 - 2 * band.to(values.dtype) for band in (p >= half_out, q >= half_in))
+    rows = torch.cat([2 * (p % half_out) + i for i in (0, 0, 1, 1)])
+    columns = torch.cat([2 * (q % half_in) + i for i in (0, 1, 0, 1)])
+    patch = torch.cat([values / 2, values / 2 * of_inputs, values / 2 * of_outputs, values / 2 * of_inputs * of_outputs])
+    inside = (rows < shape[0]) & (columns < shape[1])
+    return structured.sparse(rows[inside], columns[inside], patch[inside], shape)
