@@ -1,8 +1,9 @@
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 import torch
-from ops_cases import DEVICES, DTYPES, MODULE, WIDTHS, COLUMNS, Arena, Case, World, activations, cases
+from ops_cases import COLUMNS, DEVICES, DTYPES, MODULE, WIDTHS, Arena, Case, World, activations, cases
 from ops_checks import check_update, on_cpu, one_row, same_bits
 from test_ops_structured import make
 
@@ -32,12 +33,9 @@ def world(dtype: torch.dtype, inputs: int, rank: int, device: str) -> World:
     for slot, kinds in enumerate(TENANTS):
         arena.fill(layout.BLOCK)
         for i, (kind, width) in enumerate(zip(kinds, WIDTHS, strict=True)):
-            if kind in ("hadamard", "low"):
-                r = max(1, rank // 2) if kind == "low" else rank
-                structure = Hadamard(arena.random(r, inputs, std=r**-0.5), arena.random(width, r))
-            elif kind:
-                structure = make(kind, inputs, width, rank, arena, slot + 2 * i)
+            own = max(1, rank // 2) if kind == "low" else rank
             if kind:
+                structure = make(kind.replace("low", "hadamard"), inputs, width, own, arena, slot + 2 * i)
                 table[slot, MODULE + i, layout.STRUCTURE] = arena.put_structure(structure)
     arena.fill(layout.BLOCK)
     slots = torch.tensor([[layout.STRUCTURED, -1, 0]] * SLOTS, dtype=torch.int32)
@@ -81,9 +79,9 @@ def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     terms = given["y"].double().abs()
     for slot in given["row_slot"].clamp(min=0).unique().tolist():
         rows = (given["row_slot"] == slot).nonzero().flatten()
-        for i, (begin, end) in enumerate(zip(COLUMNS, COLUMNS[1:])):
-            s = reference.Entry(given["arena"], given["table"], given["x"].dtype, slot, MODULE + i).structure()
-            if isinstance(s, Hadamard):
+        for i, (begin, end) in enumerate(pairwise(given["columns"])):
+            entry = reference.Entry(given["arena"], given["table"], given["x"].dtype, slot, given["module"] + i)
+            if isinstance(s := entry.structure(), Hadamard):
                 S = given["weight"][begin:end].double().abs() * (s.B.double().abs() @ s.A.double().abs())
                 terms[rows, begin:end] += given["x"][rows].double().abs() @ S.T
     return reference.hadamard(**given), terms

@@ -8,7 +8,7 @@ from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, 
 from ops_checks import check_update, one_row, on_cpu, same_bits
 
 from scute_sgl import layout, ops, reference
-from scute_sgl.slots import Kronecker, Mix, Sparse
+from scute_sgl.slots import Hadamard, Kronecker, Mix, Sparse
 from scute_sgl.structured import sparse
 
 WIDTHS = (136, 24, 14)
@@ -33,6 +33,8 @@ def make(kind: str, inputs: int, outputs: int, rank: int, arena: Arena, pick: in
         if kind == "kronecker":
             return Kronecker(w1, arena.random(o, q, std=q**-0.5))
         return Kronecker(w1, arena.random(o, rank), arena.random(rank, q, std=q**-0.5))
+    if kind == "hadamard":
+        return Hadamard(arena.random(rank, inputs, std=rank**-0.5), arena.random(outputs, rank))
     if kind in ("sparse", "few"):
         n = outputs * inputs // 3 if kind == "sparse" else 3  # of the few, most outputs have none
         places = torch.randperm(outputs * inputs, generator=arena.generator)[:n]

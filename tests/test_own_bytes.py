@@ -14,7 +14,7 @@ from own_bytes import DEFAULTS, FAT, LORA64, SIDE, measure  # noqa: E402
 from scute_sgl.supported import SUPPORT  # noqa: E402
 
 ROWS = {row["method"]: row for row in json.loads((BENCHMARKS / "results" / "own_bytes.json").read_text())["rows"]}
-QUICK = ["LORA", "DORA", "IA3", "OFT", "DELORA", "MISS", "LOKR", "ROAD", "SHIRA", "SUPERTUNING", "WAVEFT"]  # without a decomposition of the base weight
+QUICK = ["LORA", "DORA", "IA3", "OFT", "DELORA", "MISS", "LOKR", "ROAD", "SHIRA", "SUPERTUNING", "WAVEFT", "HIRA", "GLORA"]  # without a decomposition of the base weight
 
 
 def test_every_method_is_measured():
