@@ -24,7 +24,7 @@ CPU_SOURCES = [
     "csrc/cpu/expand.cpp",
     "csrc/cpu/rotate.cpp",
     "csrc/cpu/structured.cpp",
-    "csrc/cpu/hadamard.cpp",
+    "csrc/cpu/reweigh.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/plan.cu",
@@ -34,7 +34,7 @@ CUDA_SOURCES = [
     "csrc/project.cu",
     "csrc/rotate.cu",
     "csrc/structured.cu",
-    "csrc/hadamard.cu",
+    "csrc/reweigh.cu",
 ]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.cuh"))
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]  # torch adds -std=, which its headers decide

@@ -191,7 +191,7 @@ class Bench:
             if part != "before":
                 ops.structured(self.x, self.row_slot, columns=self.columns, y=self.y, **common)
             if part != "before" and self.kind == "hadamard":
-                ops.hadamard(self.x, self.weights[n], self.row_slot, columns=self.columns, y=self.y, **common)
+                ops.reweigh(self.x, self.weights[n], self.row_slot, columns=self.columns, y=self.y, **common)
             return
         outputs = {"columns": self.columns, "out_begin": [0] * slices, "sets": sets}
         if part != "after" and self.kind == "lora":

@@ -27,7 +27,7 @@ TORCH_LIBRARY(scute, m) {
       "structured(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, Tensor(a!) y) "
       "-> ()");
   m.def(
-      "hadamard(Tensor x, Tensor weight, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, "
+      "reweigh(Tensor x, Tensor weight, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, "
       "Tensor(a!) y) -> ()");
 }
 
@@ -39,7 +39,7 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("expand", TORCH_FN(scute::cpu::expand));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
   m.impl("structured", TORCH_FN(scute::cpu::structured));
-  m.impl("hadamard", TORCH_FN(scute::cpu::hadamard));
+  m.impl("reweigh", TORCH_FN(scute::cpu::reweigh));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -51,7 +51,7 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("expand", TORCH_FN(scute::cuda::expand));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
   m.impl("structured", TORCH_FN(scute::cuda::structured));
-  m.impl("hadamard", TORCH_FN(scute::cuda::hadamard));
+  m.impl("reweigh", TORCH_FN(scute::cuda::reweigh));
 }
 #endif
 

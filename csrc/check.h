@@ -210,7 +210,7 @@ inline void check_structured(const at::Tensor& x, const at::Tensor& row_slot, co
   check_modules(table, module, static_cast<int64_t>(columns.size()) - 1);
 }
 
-inline void check_hadamard(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& row_slot,
+inline void check_reweigh(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& row_slot,
                            const at::Tensor& arena, const at::Tensor& table, int64_t module, at::IntArrayRef columns,
                            const at::Tensor& y) {
   check_structured(x, row_slot, arena, table, module, columns, y);

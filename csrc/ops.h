@@ -33,7 +33,7 @@ using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& are
 using StructuredOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
                           int64_t module, IntArrayRef columns, Tensor& y);
 
-using HadamardOp = void(const Tensor& x, const Tensor& weight, const Tensor& row_slot, const Tensor& arena,
+using ReweighOp = void(const Tensor& x, const Tensor& weight, const Tensor& row_slot, const Tensor& arena,
                         const Tensor& table, int64_t module, IntArrayRef columns, Tensor& y);
 
 namespace cpu {
@@ -44,7 +44,7 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
-HadamardOp hadamard;
+ReweighOp reweigh;
 }  // namespace cpu
 
 namespace cuda {
@@ -55,7 +55,7 @@ ProjectOp project;
 ExpandOp expand;
 RotateOp rotate;
 StructuredOp structured;
-HadamardOp hadamard;
+ReweighOp reweigh;
 }  // namespace cuda
 
 }  // namespace scute

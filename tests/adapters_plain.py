@@ -126,6 +126,8 @@ PLAIN: dict[str, Writer] = {
     "lora_velora": _lora(velora_config=peft.VeloraConfig(8), lora_bias=True, target_modules=["q_proj", "up_proj"]),
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
+    "miss_bat": _miss(r=16, init_weights="bat"),
+    "miss_bat_head": _miss(r=4, init_weights="bat", bias="all", target_modules=["q_proj", "v_proj", "lm_head"]),
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
     "poly": _task(2, _poly(r=4, n_tasks=3)),
     "poly_splits": _task(0, _poly(r=3, n_tasks=2, n_skills=5, n_splits=4, target_modules=["q_proj", "lm_head"])),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scute_sgl.slots import Folded, FromWeight, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
+from scute_sgl.slots import BlockAffine, Folded, FromWeight, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 64, 8, 2, 8, 128, 96
 ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -128,6 +128,7 @@ STRUCTURES = {  # their blocks divide every shard of FakeModel
     "sparse": _sparse,
     "rounded": lambda noise, i, o: _sparse(noise, i, o, rounded=True),
     "hadamard": lambda noise, i, o: Hadamard(noise(5, i, std=1), noise(o, 5, std=1)),
+    "block_affine": lambda noise, i, o: BlockAffine(noise(o // 4, 4, 4, std=0.5)),
     "mix": lambda noise, i, o: Mix(1 + noise(o, std=0.2), noise(o, std=0.3), 4),
     "pairs": lambda noise, i, o: Mix(1 + noise(o // 2, std=0.2), noise(o // 2, std=0.3), 2, one_each=True),
 }
@@ -135,6 +136,13 @@ STRUCTURES = {  # their blocks divide every shard of FakeModel
 
 def structured(s, x: Tensor, y: Tensor, W: Tensor) -> Tensor:
     """The definition of a structure in slots.py, on y with all the rest in it. A Mix has its whole f1."""
+    if isinstance(s, BlockAffine):
+        r, x = s.M.shape[1], x.view(len(x), -1, s.M.shape[1])
+        for k, M in enumerate(s.M.double()):  # W_k M x + M x, with every block of inputs
+            u = x @ M.T
+            of_block = u.flatten(1) @ W[k * r : (k + 1) * r].T + u.sum(1)
+            y = torch.cat([y[:, : k * r], y[:, k * r : (k + 1) * r] + of_block, y[:, (k + 1) * r :]], dim=1)
+        return y
     if isinstance(s, Hadamard):
         return y + x @ (W * (s.B.double() @ s.A.double())).T
     if isinstance(s, Kronecker):

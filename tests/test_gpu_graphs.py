@@ -18,7 +18,7 @@ REPLAYS = int(os.environ.get("SCUTE_REPLAYS", "500"))
 ADAPTERS = [
     "lora", "lora_rank_pattern", "lora_embed_head", "dora", "dora_patterns", "ia3", "ia3_many_ff", "vera_all",
     "vera_seed", "oft", "oft_block_share", "oft_head", "lokr",
-    "road", "shira", "supertuning_supra", "hira", "glora_lora",
+    "road", "shira", "supertuning_supra", "hira", "glora_lora", "miss_bat",
 ]  # fmt: skip
 RESIDENT = ["lora", "dora", "vera_all", "oft", "lokr"]  # one for every op, so that all batches with them use one variant
 

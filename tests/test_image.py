@@ -11,7 +11,7 @@ from scute_sgl import layout
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.image import pack, unpack
-from scute_sgl.slots import Adapter, Folded, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target
+from scute_sgl.slots import Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target
 
 MODEL = FakeModel(layers=2)
 TARGETS = MODEL.targets()
@@ -173,10 +173,17 @@ def test_a_structure_costs_its_own_size_and_its_header():
         (Sparse(places // 16, places % 4096, torch.ones(len(places)), (4096, 4096)), 4 * len(places) + 4 * 4097),
         (Mix(torch.ones(4096), torch.ones(4096), 64), 2 * 2 * 4096),
         (Hadamard(torch.ones(30, 4096), torch.ones(4096, 30)), 2 * 32 * 2 * 4096),
+        (BlockAffine(torch.ones(64, 64, 64)), 2 * 64 * 4096),
         (Mix(torch.ones(2048), torch.ones(2048), 64, one_each=True), 2 * 4096),
     ):
         image = pack({0: (t, Folded(structure=s))}, torch.float16)
         assert own + 32 <= image.nbytes <= own + 32 + layout.ALIGN + layout.BLOCK
+
+
+def test_blocks_without_room_for_their_inputs_are_refused():
+    t = wide(TARGETS[Q_PROJ], 1032, 1032)
+    with pytest.raises(AdapterError, match="too_large.*q_proj M: found blocks of 1032 inputs, want up to 1024"):
+        pack({0: (t, Folded(structure=BlockAffine(torch.ones(1, 1032, 1032))))}, torch.float16)
 
 
 def test_a_kronecker_product_without_room_for_its_sums_is_refused():

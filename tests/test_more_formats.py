@@ -191,6 +191,13 @@ def test_lora_variants(config, code, fragments):
         read(lora_config(**config), tensors)
 
 
+def test_miss_blocks_larger_than_the_op_has_room_for_are_refused(monkeypatch):
+    read_changed("MISS", {"init_weights": "bat"}, ones(miss_block=(2, 4, 4)))
+    monkeypatch.setattr(layout, "BLOCK_AFFINE_INPUTS", 3)
+    with refused("too_large", PATH, "r: found 4", "at most 3"):
+        read_changed("MISS", {"init_weights": "bat"}, ones(miss_block=(2, 4, 4)))
+
+
 def test_bone_is_miss(tmp_path):
     """Files of PEFT before 0.19 differ from MiSS in two names only."""
     base, folder = make_base("llama", tmp_path), tmp_path / "miss"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import test_ops_expand
-import test_ops_hadamard
+import test_ops_reweigh
 import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
@@ -31,7 +31,7 @@ ARGUMENTS = {
     "expand": test_ops_expand.arguments,
     "rotate": test_ops_rotate.arguments,
     "structured": test_ops_structured.arguments,
-    "hadamard": test_ops_hadamard.arguments,
+    "reweigh": test_ops_reweigh.arguments,
 }
 
 

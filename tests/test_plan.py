@@ -107,7 +107,7 @@ def test_a_mixed_batch_through_arena_plan_and_ops_is_the_definition():
     ops.project(x, slot, *tables, sets, plan.words, 8, t.module, 1, 0, shared_v)
     ops.expand(v, shared_v, slot, *tables, sets, plan.words, 8, t.module, [0, t.out_features], [0], y)
     ops.structured(x, slot, *tables, t.module, [0, t.out_features], y)
-    ops.hadamard(x, t.weight(), slot, *tables, t.module, [0, t.out_features], y)
+    ops.reweigh(x, t.weight(), slot, *tables, t.module, [0, t.out_features], y)
     for row, name in enumerate(names + [None, None]):
         want = apply_slots(methods.get(name, Slots()), t, x[row : row + 1].double())
         torch.testing.assert_close(y[row : row + 1].double(), want, rtol=1e-5, atol=1e-5)

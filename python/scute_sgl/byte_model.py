@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
 from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
-from scute_sgl.slots import Folded, Hadamard, Target
+from scute_sgl.slots import Folded, Target
+from scute_sgl.structured import OF_WEIGHT
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -46,7 +47,7 @@ GPUS = {
 class Cost:
     """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A is
     looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. Base weights that are
-    read again (HiRA) are such a set. ``live``: bits of layout.py."""
+    read again (HiRA, MiSS's bat) are such a set. ``live``: bits of layout.py."""
 
     own: int
     live: int
@@ -63,7 +64,7 @@ def cost(modules: Mapping[int, tuple[Target, Folded]], packed: Image) -> Cost:
             column = round_up(folded.A.shape[0], RANK_STEP) * item
             row += column
             looked_up += column * (t.inputs[1] - t.inputs[0])
-    if again := {module: t for module, (t, f) in modules.items() if isinstance(f.structure, Hadamard)}:
+    if again := {module: t for module, (t, f) in modules.items() if isinstance(f.structure, OF_WEIGHT)}:
         weights = sum((t.inputs[1] - t.inputs[0]) * (t.outputs[1] - t.outputs[0]) for t in again.values())
         return Cost(packed.nbytes - looked_up, packed.live, row, weights * item, f"weights of {sorted(again)}")
     shared = [t for t, folded in modules.values() if folded.shared is not None]

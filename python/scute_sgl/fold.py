@@ -26,8 +26,8 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Target, Term
-from scute_sgl.structured import Structure, as_rounded
+from scute_sgl.slots import Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Structure, Target, Term
+from scute_sgl.structured import OF_WEIGHT, as_rounded
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
@@ -132,7 +132,7 @@ def live_slots(folded: Collection[Folded]) -> list[str]:
         "B": any(f.B is not None or f.shared is not None for f in folded),
         "d": any(f.shared is not None for f in folded),
         "e": any(f.shared is not None for f in folded),
-        "S": any(isinstance(f.structure, (Kronecker, Sparse, Hadamard)) for f in folded),
+        "S": any(isinstance(f.structure, (Kronecker, Sparse, *OF_WEIGHT)) for f in folded),
         "mix": any(isinstance(f.structure, Mix) for f in folded),
     }
     return [name for name, is_live in found.items() if is_live]
@@ -198,6 +198,8 @@ def _structure(s: Structure | None, t: Target) -> Structure | None:
         return replace(s, values=as_rounded(s, t.weight()) if s.rounded else s.values.float(), rounded=False)
     if isinstance(s, Hadamard):
         return Hadamard(s.A.float(), s.B.float())
+    if isinstance(s, BlockAffine):
+        return BlockAffine(s.M.float())
     if isinstance(s, Kronecker):
         return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
     return None

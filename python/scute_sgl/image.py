@@ -18,7 +18,7 @@ from torch import Tensor
 from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, Hadamard, Kronecker, SharedTerm, Target
+from scute_sgl.slots import BlockAffine, Folded, Hadamard, Kronecker, SharedTerm, Structure, Target
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -145,7 +145,7 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
     )
 
 
-def _unpack_structure(image: Image, offset: int) -> structured.Structure:
+def _unpack_structure(image: Image, offset: int) -> Structure:
     found = structured.unpack(image.data, offset, image.dtype)
     wide = {f.name: value.float() for f in fields(found) if _is_number(value := getattr(found, f.name))}
     return replace(found, **wide)
@@ -173,7 +173,7 @@ class _Packer:
         self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
         return offset
 
-    def add_structure(self, s: structured.Structure, t: Target) -> int:
+    def add_structure(self, s: Structure, t: Target) -> int:
         """Offset of its block, whose tensors follow one another."""
         if isinstance(s, Kronecker) and not structured.fits(s):
             hint = f"found w1 of {tuple(s.w1.shape)} and {0 if s.w2_b is None else len(s.w2_b)} inner ranks"
@@ -181,6 +181,9 @@ class _Packer:
             raise AdapterError("too_large", f"{hint}, {want}", module=t.path, key="w1")
         if isinstance(s, Hadamard):
             _check_width(t)
+        if isinstance(s, BlockAffine) and s.M.shape[1] > layout.BLOCK_AFFINE_INPUTS:
+            hint = f"found blocks of {s.M.shape[1]} inputs, want up to {layout.BLOCK_AFFINE_INPUTS}"
+            raise AdapterError("too_large", hint, module=t.path, key="M")
         return [self.add(part, t, name) for name, part in structured.parts(s).items()][0]
 
     def bytes(self, pin: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """The served model's layers with the batch's adapters around their GEMM.
 
     x' = rotate(x);   y = base(x');   v = shrink(x), project(x);   y = y + y * (s - 1) + b + expand(v)
-    y = structured(x, y), hadamard(x, W, y)
+    y = structured(x, y), reweigh(x, W, y)
 
 The sums v need the layer's input alone. Decoding makes them beside the base's GEMM, on a second stream: a GEMM of few
 rows waits for memory and leaves multiprocessors idle.
@@ -78,7 +78,7 @@ class Adapters:
         self._expand(rows, v, shared_v, y)
         if live & STRUCTURED:
             ops.structured(x, plan.row_slot, *common, self.module, self.columns, y)
-            ops.hadamard(x, weight, plan.row_slot, *common, self.module, self.columns, y)
+            ops.reweigh(x, weight, plan.row_slot, *common, self.module, self.columns, y)
         return y
 
     def _expand(self, rows: Rows, v: Tensor | None, shared_v: Tensor | None, y: Tensor) -> None:

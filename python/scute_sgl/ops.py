@@ -134,7 +134,7 @@ def structured(
     _ops.structured(x, row_slot, arena, table, module, columns, y)
 
 
-def hadamard(
+def reweigh(
     x: Tensor,
     weight: Tensor,
     row_slot: Tensor,
@@ -144,12 +144,12 @@ def hadamard(
     columns: Sequence[int],
     y: Tensor,
 ) -> None:
-    """y += x (W o (B A))^T, in float32 and rounded once, where the tenant has such a structure.
+    """y += x S^T, in float32 and rounded once, where the tenant has a structure whose S is made of the weight.
 
     x (n, in); ``weight`` (at least columns[-1], in) of x's dtype: the layer's own, row j for column j of y;
     row_slot int32 (n,); y (n, out) of x's dtype, which expand has updated. ``columns`` as for expand.
     """
-    _ops.hadamard(x, weight, row_slot, arena, table, module, columns, y)
+    _ops.reweigh(x, weight, row_slot, arena, table, module, columns, y)
 
 
 def _fake(*args) -> None:
@@ -159,5 +159,5 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured", "hadamard"):
+for _name in ("plan", "shrink", "lookup", "project", "expand", "rotate", "structured", "reweigh"):
     register_fake(f"scute::{_name}", _fake)

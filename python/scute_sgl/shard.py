@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scute_sgl import structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
+from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Structure, Target, Term
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -91,7 +91,7 @@ def _rotation(blocks: Tensor, t: Target) -> Tensor:
     return blocks if count == 1 else blocks[begin // size : end // size]
 
 
-def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, ...], structured.Structure | None]:
+def _structure(s: Structure | None, t: Target) -> tuple[tuple[Term, ...], Structure | None]:
     """This rank's part of a structure, or the whole module's terms that stand for it."""
     if s is None:
         return (), None
@@ -109,6 +109,8 @@ def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, .
     if isinstance(s, Hadamard):  # whose W is this rank's part
         rank = len(s.A)
         return (), Hadamard(_cut(s.A, t, "A", rank, "in"), _cut(s.B, t, "B", "out", rank))
+    if isinstance(s, BlockAffine):
+        return (), _block_affine(s, t)
     if isinstance(s, Sparse):
         own = (s.rows >= t.outputs[0]) & (s.rows < t.outputs[1])
         own &= (s.columns >= t.inputs[0]) & (s.columns < t.inputs[1])
@@ -116,6 +118,17 @@ def _structure(s: structured.Structure | None, t: Target) -> tuple[tuple[Term, .
         rows, columns = s.rows[own] - t.outputs[0], s.columns[own] - t.inputs[0]
         return (), replace(s, rows=rows, columns=columns, values=s.values[own], shape=shape)
     return (), _mix(s, t)
+
+
+def _block_affine(s: BlockAffine, t: Target) -> BlockAffine:
+    r = s.M.shape[1]
+    if s.M.shape != (t.out_features // r, r, r) or t.in_features % r:
+        raise _bad_shape(t, "M", tuple(s.M.shape), f"square blocks that divide {t.out_features} and {t.in_features}")
+    if any(place % r for place in (*t.outputs, *t.inputs)):
+        shards = " x ".join(str(end - begin) for begin, end in (t.outputs, t.inputs))
+        hint = f"blocks of {r} outputs and inputs straddle the tensor-parallel shards of {shards}"
+        raise AdapterError("bad_shape", hint, module=t.path, key="M")
+    return BlockAffine(s.M[t.outputs[0] // r : t.outputs[1] // r])
 
 
 def _mix(s: Mix, t: Target) -> Mix:

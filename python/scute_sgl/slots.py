@@ -3,7 +3,7 @@
     F(x) = mix( gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k + x S^T ) )
 
 x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product, a sparse
-matrix or the base weight with its elements scaled, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
+matrix or something made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
 takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
@@ -91,6 +91,16 @@ class Hadamard:
 
 
 @dataclass(frozen=True)
+class BlockAffine:
+    """S of W's square blocks: block (k, n), of outputs k and inputs n, of S is W_kn M_k + M_k.
+
+    M (out / r, r, r): one matrix for each r outputs.
+    """
+
+    M: Tensor
+
+
+@dataclass(frozen=True)
 class Mix:
     """Output a and output a + group / 2 of each group of outputs are a pair: y * f1 + (-second, first) * f2.
 
@@ -101,6 +111,9 @@ class Mix:
     f2: Tensor
     group: int
     one_each: bool = False
+
+
+Structure = Kronecker | Sparse | Hadamard | BlockAffine | Mix
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ class Slots:
     gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
-    structure: Kronecker | Sparse | Hadamard | Mix | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ class Folded:
     bias: Tensor | None = None
     rotation: Tensor | None = None
     shared: SharedTerm | None = None
-    structure: Kronecker | Sparse | Hadamard | Mix | None = None
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)

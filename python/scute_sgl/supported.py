@@ -148,8 +148,9 @@ SUPPORT = (
     ),
     Support(
         "MISS", "MISS BONE",
-        "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
-        "b A B", "sums of inputs → A",
+        "all `init_weights`, `bias`, any linear layer and `lm_head`; \"bat\" reads W again in every step, for S = WM + M in "
+        "blocks, and tensor parallelism must not cut those",
+        "b A B S", "sums of inputs → A",
     ),
     Support(
         "POLY", "POLY",

@@ -1,15 +1,19 @@
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import pytest
 import torch
-from ops_cases import COLUMNS, DEVICES, DTYPES, MODULE, WIDTHS, Arena, Case, World, activations, cases
+from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
 from ops_checks import check_update, on_cpu, one_row, same_bits
 from test_ops_structured import make
 
 from scute_sgl import layout, ops, reference
-from scute_sgl.slots import Hadamard
+from scute_sgl.slots import BlockAffine, Hadamard
+from scute_sgl.structured import OF_WEIGHT
 
+WIDTHS = (136, 24, 13)  # of the last no block but 1 x 1 is a divisor
+COLUMNS = (0, 136, 160, 173)
 SHAPES = (
     Case(8, 1, 1, "distinct"),
     Case(24, 3, 7, "distinct"),
@@ -19,10 +23,11 @@ SHAPES = (
     Case(520, 2, 300, "uniform"),  # a CTA takes several rows
     Case(264, 16, 261, "skewed"),
 )
-SLOTS = 6
+SLOTS = 8
 TENANTS = [  # what each has in the three slices; "" is nothing, and other structures are another op's
     ("hadamard", "hadamard", "hadamard"), ("low", "", "hadamard"), ("sparse", "kronecker", "sparse"),
-    ("", "", ""), ("mix", "low", "few"), ("hadamard", "low", "low"),
+    ("", "", ""), ("mix", "low", "few"), ("hadamard", "block_affine", "low"),
+    ("block_affine", "block_affine", "block_affine"), ("block_affine", "", "hadamard"),
 ]  # fmt: skip
 
 
@@ -81,17 +86,18 @@ def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (given["row_slot"] == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(given["columns"])):
             entry = reference.Entry(given["arena"], given["table"], given["x"].dtype, slot, given["module"] + i)
-            if isinstance(s := entry.structure(), Hadamard):
-                S = given["weight"][begin:end].double().abs() * (s.B.double().abs() @ s.A.double().abs())
+            if isinstance(s := entry.structure(), OF_WEIGHT):
+                s = replace(s, **{f.name: getattr(s, f.name).double().abs() for f in fields(s)})
+                S = reference.of_weight(s, given["weight"][begin:end].double().abs())
                 terms[rows, begin:end] += given["x"][rows].double().abs() @ S.T
-    return reference.hadamard(**given), terms
+    return reference.reweigh(**given), terms
 
 
 @pytest.mark.parametrize("case", cases(*SHAPES), ids=str)
 def test_is_the_reference(case):
     given = arguments(case)
     before, (want, terms) = given["y"].clone(), oracle(given)
-    ops.hadamard(**given)
+    ops.reweigh(**given)
     check_update(given["y"], before, want, terms)
     assert case.popularity == "base" or not torch.equal(given["y"], before)
 
@@ -102,9 +108,9 @@ def test_neighbours_change_no_bit(case):
     given = arguments(case)
     slots = world(case.dtype, case.inputs, case.rank, case.device).slots
     alone = {row: one_row(given, row, given["row_slot"], slots) for row in range(0, case.rows, 13)}
-    ops.hadamard(**given)
+    ops.reweigh(**given)
     for row, row_arguments in alone.items():
-        ops.hadamard(**row_arguments)
+        ops.reweigh(**row_arguments)
         assert same_bits(given["y"][row : row + 1], row_arguments["y"])
 
 
@@ -118,7 +124,7 @@ def test_other_structures_are_not_mistaken_for_it_nor_it_for_them(case):
     ops.structured(**others)
     assert same_bits(given["y"][rows], before[rows]) and not torch.equal(given["y"], before)
     given["y"].copy_(before)
-    ops.hadamard(**given)
+    ops.reweigh(**given)
     rows = given["row_slot"] == 2
     assert rows.any() and same_bits(given["y"][rows], before[rows])
 
@@ -135,7 +141,7 @@ def test_rows_that_begin_anywhere(device, dtype, shift):
             moved = torch.empty(held.shape[0], held.shape[1] + 3, dtype=dtype, device=device)[:, 1:-2]
             given[name] = moved.copy_(held)
     before, (want, terms) = given["y"].clone(), oracle(given)
-    ops.hadamard(**given)
+    ops.reweigh(**given)
     check_update(given["y"], before, want, terms)
 
 
@@ -154,13 +160,13 @@ def test_all_is_rounded_once(device, dtype):
     y = torch.full((1, 2), large, dtype=dtype, device=device)
     row_slot = torch.zeros(1, dtype=torch.int32, device=device)
     arguments = (x, weight, row_slot, torch.cat(arena.pieces).to(device), table.to(device), 0, (0, 2), y)
-    ops.hadamard(*arguments)
+    ops.reweigh(*arguments)
     assert y.tolist() == [[large + 2, large]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_empty(device):
-    ops.hadamard(**arguments(Case(24, 8, 0, "base", device=device)))
+    ops.reweigh(**arguments(Case(24, 8, 0, "base", device=device)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,19 +188,22 @@ def test_empty(device):
 )
 def test_refusals(device, change, message):
     with pytest.raises(RuntimeError, match=message):
-        ops.hadamard(**change(arguments(Case(24, 8, 7, "distinct", device=device))))
+        ops.reweigh(**change(arguments(Case(24, 8, 7, "distinct", device=device))))
 
 
-@pytest.mark.parametrize("word, value, message", [
-    (1, 7, "a structured block of 7 outputs; want slice 0's 136"),
-    (2, 16, "a structured block of 16 inputs; want x's 24"),
-    (3, 12, "a structured block has rank 12; want a multiple of 8"),
-    (3, 1 << 24, "table points at arena bytes"),
+@pytest.mark.parametrize("slot, word, value, message", [
+    (0, 1, 7, "a structured block of 7 outputs; want slice 0's 136"),
+    (0, 2, 16, "a structured block of 16 inputs; want x's 24"),
+    (0, 3, 12, "a structured block has rank 12; want a multiple of 8"),
+    (0, 3, 1 << 24, "table points at arena bytes"),
+    (6, 1, 7, "a structured block of 7 outputs; want slice 0's 136"),
+    (6, 2, 16, "a structured block has blocks of 16; want a divisor of 136 and 24, up to 1024"),
+    (6, 2, 0, "a structured block has blocks of 0; want a divisor of"),
 ])  # fmt: skip
-def test_refuses_what_only_the_cpu_sees(word, value, message):
+def test_refuses_what_only_the_cpu_sees(slot, word, value, message):
     given = arguments(Case(24, 8, 7, "distinct"))
     given["arena"] = given["arena"].clone()
-    begin = int(given["table"][0, MODULE, layout.STRUCTURE])
+    begin = int(given["table"][slot, MODULE, layout.STRUCTURE])
     given["arena"][begin : begin + 32].view(torch.int32)[word] = value
     with pytest.raises(RuntimeError, match=message):
-        ops.hadamard(**given)
+        ops.reweigh(**given)
