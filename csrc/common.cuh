@@ -175,6 +175,17 @@ __device__ __forceinline__ void mma32(float (&c)[4], const uint4& w0, const uint
   mma<T>(c, w0.z, w1.z, w0.w, w1.w, x.z, x.w);
 }
 
+// Lane 4 g + t gives row g, columns 2 t, 2 t + 1 of an 8 x 8 matrix and gets column g, rows 2 t, 2 t + 1.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   // Zero source bytes: the 16 bytes are filled with zeros and `global` is not read.

@@ -27,6 +27,7 @@ constexpr int kReweighThreads = 256;
 constexpr int kOutputs = 4;  // columns of a warp
 constexpr int kTileOutputs = kReweighThreads / 32 * kOutputs;
 constexpr int kReweighRows = 8;  // that a CTA makes S for once, where a pass has many
+static_assert(kReweighRows * kTileOutputs <= kReweighThreads && kReweighThreads <= kBlockAffineInputs);
 
 // What a CTA works on: those of kRows rows that are of one tenant, and the columns from `begin` on of one slice.
 template <typename T>
@@ -92,6 +93,67 @@ __device__ __forceinline__ void hadamard(const Part<T>& part, const Structure& s
   }
 }
 
+// The same by tensor cores, for 16-bit numbers. Every warp has the CTA's 32 columns, and every 8th 32 inputs: lane 4 g + t
+// has columns 8 o + g and inputs 8 t .. of B A, made as two products of 16 columns by 8 inputs for each pair 2 q, 2 q + 1
+// of them. Nothing is rounded before the sum: B and A are exact, and W is multiplied by float32 products.
+template <typename T, int kRows>
+__device__ __forceinline__ void hadamard_products(const Part<T>& part, const Structure& s, const char* data,
+                                                  Sums<kRows>& sums) {
+  const int rank = s.hadamard.rank, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const T* a = reinterpret_cast<const T*>(data);
+  const T* b = reinterpret_cast<const T*>(data + aligned(static_cast<int64_t>(rank) * part.in * sizeof(T)));
+  int output[kOutputs];  // beyond the slice the last one again
+#pragma unroll
+  for (int o = 0; o < kOutputs; ++o) output[o] = min(part.begin + 8 * o + g, part.width - 1);
+  for (int from = static_cast<int>(threadIdx.x) / 32 * 32; from < part.in; from += kReweighThreads) {
+    const int input = from + 8 * t;
+    const bool inside = input < part.in;
+    float made[kOutputs / 2][4][4] = {};
+    for (int k = 0; k < rank; k += 16) {
+      uint4 of_a[2];               // rank k + 8 r + g
+      uint32_t of_b[kOutputs][2];  // ranks k + 8 r + 2 t and the next
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool held = k + 8 * r < rank;
+        const int64_t eight = k / 8 + r;
+        of_a[r] = make_uint4(0, 0, 0, 0);
+        if (held && inside) of_a[r] = *reinterpret_cast<const uint4*>(a + (eight * part.in + input + g) * 8);
+#pragma unroll
+        for (int o = 0; o < kOutputs; ++o)
+          of_b[o][r] = held ? *reinterpret_cast<const uint32_t*>(b + (eight * part.width + output[o]) * 8 + 2 * t) : 0;
+      }
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint32_t low = transposed(word(of_a[0], q)), high = transposed(word(of_a[1], q));
+#pragma unroll
+        for (int o = 0; o < kOutputs; o += 2)
+          mma<T>(made[o / 2][q], of_b[o][0], of_b[o + 1][0], of_b[o][1], of_b[o + 1][1], low, high);
+      }
+    }
+    if (inside) {
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        float of_w[8];
+        load_eight(part.weight + output[o] * part.weight_stride + input, of_w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) made[o / 2][i / 2][o % 2 * 2 + i % 2] *= of_w[i];
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (!(part.rows >> row & 1)) continue;
+        float of_x[8];
+        load_eight(part.x + row * part.x_stride + input, of_x);
+#pragma unroll
+        for (int o = 0; o < kOutputs; ++o)
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            sums[row][o] = fmaf(of_x[i], made[o / 2][i / 2][o % 2 * 2 + i % 2], sums[row][o]);
+      }
+    }
+    __syncwarp();
+  }
+}
+
 // A block of side outputs has W's blocks of side inputs times M, and M: with u the blocks of x times M^T, output j adds
 // u W_j up, and of each block of u the element that j is in its own. u is made a stretch of whole blocks at a time.
 template <typename T, int kRows>
@@ -144,6 +206,47 @@ __device__ __forceinline__ void block_affine(const Part<T>& part, const Structur
   }
 }
 
+// Of a warp's own columns: all of its lanes have a part of each sum.
+template <typename T, int kRows>
+__device__ __forceinline__ void add_over_lanes(const Part<T>& part, const Sums<kRows>& sums, T* y, int64_t y_stride) {
+  const int first = static_cast<int>(threadIdx.x) / 32 * kOutputs, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    if (!(part.rows >> row & 1)) continue;
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+      float sum = sums[row][o];
+#pragma unroll
+      for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (lane == o && part.begin + first + o < part.width) add_to(y[row * y_stride + first + o], sum);
+    }
+  }
+}
+
+// Of the CTA's columns: four lanes of every warp have a part of each sum. `room` holds kRows sums of every warp.
+template <typename T, int kRows>
+__device__ __forceinline__ void add_over_warps(const Part<T>& part, const Sums<kRows>& sums, float* room, T* y,
+                                               int64_t y_stride) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+      float sum = sums[row][o];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (lane % 4 == 0) room[(warp * kRows + row) * kTileOutputs + 8 * o + lane / 4] = sum;
+    }
+  __syncthreads();
+  const int row = threadIdx.x / kTileOutputs, column = threadIdx.x % kTileOutputs;
+  if (row < kRows && part.rows >> row & 1 && part.begin + column < part.width) {
+    float sum = 0;
+    for (int w = 0; w < kReweighThreads / 32; ++w) sum += room[(w * kRows + row) * kTileOutputs + column];
+    add_to(y[row * y_stride + column], sum);
+  }
+  __syncthreads();  // the next tenant's sums
+}
+
 // Grid: (tile of all slices, group of kRows rows), groups innermost: those of a tile follow one another, so that all but
 // the first find its weights in the cache. A CTA takes the tenants of its group one after the other. How a row is summed
 // depends neither on the other rows nor on how many a CTA has.
@@ -176,21 +279,17 @@ __global__ void __launch_bounds__(kReweighThreads, 2) reweigh_kernel(const __gri
     const Structure s = *reinterpret_cast<const Structure*>(data);
     data += sizeof(Structure);
     Sums<kRows> sums = {};
-    if (s.kind == kHadamard) hadamard<T, kRows>(part, s, data, sums);
-    else block_affine<T, kRows>(part, s, data, u, sums);
-    const int begin = part.begin + static_cast<int>(threadIdx.x) / 32 * kOutputs;
-    T* y = static_cast<T*>(p.y) + first * p.y_stride + p.columns[slice] + begin;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row, y += p.y_stride) {
-      if (!(part.rows >> row & 1)) continue;
-#pragma unroll
-      for (int o = 0; o < kOutputs; ++o) {
-        float sum = sums[row][o];
-#pragma unroll
-        for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == o && begin + o < part.width) add_to(y[o], sum);
+    T* y = static_cast<T*>(p.y) + first * p.y_stride + p.columns[slice] + part.begin;
+    if constexpr (sizeof(T) == 2) {
+      if (s.kind == kHadamard && part.aligned) {
+        hadamard_products<T, kRows>(part, s, data, sums);
+        add_over_warps<T, kRows>(part, sums, &u[0][0], y, p.y_stride);
+        continue;
       }
     }
+    if (s.kind == kHadamard) hadamard<T, kRows>(part, s, data, sums);
+    else block_affine<T, kRows>(part, s, data, u, sums);
+    add_over_lanes<T, kRows>(part, sums, y, p.y_stride);
   }
 }
 
