@@ -21,7 +21,7 @@ import record
 import torch
 
 from scute_sgl import layout, ops, structured
-from scute_sgl.slots import Hadamard, Kronecker, Mix, Sparse
+from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
 
 # name -> layers, {fused layer: (inputs, outputs of its slices)}
 MODELS = {
@@ -46,7 +46,7 @@ def fused_layers(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 class Workload:
     rows: int
     ranks: tuple[int, ...]  # one a tenant
-    kind: str = "lora"  # or vera, oft, kronecker, sparse, mix, hadamard
+    kind: str = "lora"  # or vera, oft, kronecker, sparse, mix, hadamard, block_affine
 
 
 WORKLOADS = {
@@ -68,6 +68,8 @@ WORKLOADS = {
     "mix_x16_bs16": Workload(16, (8,) * 16, "mix"),
     "hadamard_r32x1_bs16": Workload(16, (32,), "hadamard"),
     "hadamard_r32x16_bs16": Workload(16, (32,) * 16, "hadamard"),
+    "block_affine_r64x16_bs16": Workload(16, (64,) * 16, "block_affine"),
+    "hadamard_r32x16_2048": Workload(2048, (32,) * 16, "hadamard"),
     "prefill_r16x16_2048": Workload(2048, (16,) * 16),
     "prefill_r16x16_8192": Workload(8192, (16,) * 16),
 }
@@ -97,7 +99,15 @@ def _hadamard(rank: int, inputs: int, outputs: int) -> Hadamard:
     return Hadamard(torch.randn(rank, inputs), torch.randn(outputs, rank))
 
 
-STRUCTURES = {"kronecker": _kronecker, "sparse": _sparse, "mix": _mix, "hadamard": _hadamard}
+@cache
+def _block_affine(rank: int, inputs: int, outputs: int) -> BlockAffine:
+    return BlockAffine(torch.randn(outputs // rank, rank, rank))
+
+
+STRUCTURES = {
+    "kronecker": _kronecker, "sparse": _sparse, "mix": _mix, "hadamard": _hadamard, "block_affine": _block_affine,
+}  # fmt: skip
+OF_WEIGHT = "hadamard", "block_affine"
 
 
 class Bench:
@@ -117,7 +127,7 @@ class Bench:
             pair = self._take(rank * inputs * item), self._take(rank * max(outputs) * item)
             shared[:] = torch.tensor([*pair, rank, inputs, max(outputs)])
             read = rank * (inputs + sum(outputs)) * item
-        elif self.kind == "hadamard":
+        elif self.kind in OF_WEIGHT:
             read = inputs * sum(outputs) * item
         common = self.size
         for n in range(sets):
@@ -154,7 +164,7 @@ class Bench:
         self.x = torch.randn(workload.rows, inputs, device="cuda", dtype=dtype)
         self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
-        self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind == "hadamard" else []
+        self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind in OF_WEIGHT else []
 
     def _take(self, size: int) -> int:
         self.size += layout.round_up(size, layout.ALIGN)
@@ -190,7 +200,7 @@ class Bench:
         if self.kind in STRUCTURES:
             if part != "before":
                 ops.structured(self.x, self.row_slot, columns=self.columns, y=self.y, **common)
-            if part != "before" and self.kind == "hadamard":
+            if part != "before" and self.kind in OF_WEIGHT:
                 ops.reweigh(self.x, self.weights[n], self.row_slot, columns=self.columns, y=self.y, **common)
             return
         outputs = {"columns": self.columns, "out_begin": [0] * slices, "sets": sets}

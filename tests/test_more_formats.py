@@ -191,6 +191,14 @@ def test_lora_variants(config, code, fragments):
         read(lora_config(**config), tensors)
 
 
+def test_hira_of_an_embedding_is_refused():
+    """PEFT has one: rows of the embedding, not of a linear layer, are scaled."""
+    file = dict.fromkeys(FILES["HIRA"][1])
+    file |= {key(f"hira_embedding_{name}", EMBED): torch.ones(shape) for name, shape in (("A", (2, 32)), ("B", (16, 2)))}
+    with refused("unsupported_method", EMBED, "hira_embedding_A", "embedding is not served"):
+        read_changed("HIRA", {"target_modules": ["embed_tokens"]}, file)
+
+
 def test_miss_blocks_larger_than_the_op_has_room_for_are_refused(monkeypatch):
     read_changed("MISS", {"init_weights": "bat"}, ones(miss_block=(2, 4, 4)))
     monkeypatch.setattr(layout, "BLOCK_AFFINE_INPUTS", 3)

@@ -28,7 +28,9 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     ranks = Patterns(c["rank_pattern"], "rank_pattern")
 
     def read_one(module: Module) -> Slots:
-        common.refuse_embedding(module, "HiRA")
+        if module.is_embedding:
+            hint = "HiRA of an embedding is not served; train linear layers only"
+            raise module.error("unsupported_method", next(iter(module.tensors), ""), hint)
         named = r, common.rank(ranks.get(module.file_path, r), "rank_pattern")
         A = module.need("hira_A", None, module.in_features)
         if len(A) not in named:
