@@ -26,6 +26,7 @@ CPU_SOURCES = [
     "csrc/cpu/structured.cpp",
     "csrc/cpu/token_rows.cpp",
     "csrc/cpu/token_logits.cpp",
+    "csrc/cpu/reweigh.cpp",
 ]
 CUDA_SOURCES = [
     "csrc/plan.cu",
@@ -37,6 +38,7 @@ CUDA_SOURCES = [
     "csrc/structured.cu",
     "csrc/token_rows.cu",
     "csrc/token_logits.cu",
+    "csrc/reweigh.cu",
 ]
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/*.cuh"))
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall"]  # torch adds -std=, which its headers decide

@@ -27,7 +27,7 @@ import record
 import torch
 
 from scute_sgl import layout, ops, structured
-from scute_sgl.slots import Kronecker, Mix, Sparse
+from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
 
 # name -> layers, {fused layer: (inputs, outputs of its slices)}
 MODELS = {
@@ -52,7 +52,7 @@ def fused_layers(model: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 class Workload:
     rows: int
     ranks: tuple[int, ...]  # one a tenant
-    kind: str = "lora"  # or vera, oft, kronecker, sparse, mix
+    kind: str = "lora"  # or vera, oft, kronecker, sparse, mix, hadamard, block_affine
 
 
 WORKLOADS = {
@@ -72,6 +72,10 @@ WORKLOADS = {
     "kronecker_r8x16_bs16": Workload(16, (8,) * 16, "kronecker"),
     "sparse_r32x16_bs16": Workload(16, (32,) * 16, "sparse"),  # as many values as a LoRA of that rank
     "mix_x16_bs16": Workload(16, (8,) * 16, "mix"),
+    "hadamard_r32x1_bs16": Workload(16, (32,), "hadamard"),
+    "hadamard_r32x16_bs16": Workload(16, (32,) * 16, "hadamard"),
+    "block_affine_r64x16_bs16": Workload(16, (64,) * 16, "block_affine"),
+    "hadamard_r32x16_2048": Workload(2048, (32,) * 16, "hadamard"),
     "prefill_r16x16_2048": Workload(2048, (16,) * 16),
     "prefill_r16x16_8192": Workload(8192, (16,) * 16),
 }
@@ -97,7 +101,20 @@ def _mix(rank: int, inputs: int, outputs: int) -> Mix:
     return Mix(torch.randn(outputs // 2) * 0.01, torch.randn(outputs // 2) * 0.01, 64, one_each=True)
 
 
-STRUCTURES = {"kronecker": _kronecker, "sparse": _sparse, "mix": _mix}
+@cache
+def _hadamard(rank: int, inputs: int, outputs: int) -> Hadamard:
+    return Hadamard(torch.randn(rank, inputs), torch.randn(outputs, rank))
+
+
+@cache
+def _block_affine(rank: int, inputs: int, outputs: int) -> BlockAffine:
+    return BlockAffine(torch.randn(outputs // rank, rank, rank))
+
+
+STRUCTURES = {
+    "kronecker": _kronecker, "sparse": _sparse, "mix": _mix, "hadamard": _hadamard, "block_affine": _block_affine,
+}  # fmt: skip
+OF_WEIGHT = "hadamard", "block_affine"
 
 
 class Bench:
@@ -117,6 +134,8 @@ class Bench:
             pair = self._take(rank * inputs * item), self._take(rank * max(outputs) * item)
             shared[:] = torch.tensor([*pair, rank, inputs, max(outputs)])
             read = rank * (inputs + sum(outputs)) * item
+        elif self.kind in OF_WEIGHT:
+            read = inputs * sum(outputs) * item
         common = self.size
         for n in range(sets):
             for tenant, own in enumerate(workload.ranks):
@@ -132,7 +151,8 @@ class Bench:
                     else:
                         entry[layout.ROTATION] = self._take(inputs * own * item)
                         entry[layout.META] = layout.pack_meta(0, own)
-        # what one launch, or pair of launches, has to read; of VeRA's pair, as if nothing of it stayed in the cache
+        # what one launch, or pair of launches, has to read; of VeRA's pair and of the base's weight, as if nothing of it
+        # stayed in the cache
         self.bytes = (self.size - common) / sets + read
         values = torch.empty(self.size // item, dtype=dtype, device="cuda")
         for part in values.split(1 << 27):
@@ -151,6 +171,7 @@ class Bench:
         self.x = torch.randn(workload.rows, inputs, device="cuda", dtype=dtype)
         self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
+        self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind in OF_WEIGHT else []
 
     def _take(self, size: int) -> int:
         self.size += layout.round_up(size, layout.ALIGN)
@@ -186,6 +207,8 @@ class Bench:
         if self.kind in STRUCTURES:
             if part != "before":
                 ops.structured(self.x, self.row_slot, columns=self.columns, y=self.y, **common)
+            if part != "before" and self.kind in OF_WEIGHT:
+                ops.reweigh(self.x, self.weights[n], self.row_slot, columns=self.columns, y=self.y, **common)
             return
         outputs = {"columns": self.columns, "out_begin": [0] * slices, "sets": sets}
         if part != "after" and self.kind == "lora":
@@ -195,6 +218,10 @@ class Bench:
         if part != "before":
             v, shared_v = (self.v, None) if self.kind == "lora" else (None, self.v)
             ops.expand(v, shared_v, self.row_slot, y=self.y, **outputs, **common, **tiles)
+
+
+def base_weights(inputs: int, outputs: tuple[int, ...], count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(sum(outputs), inputs, device="cuda", dtype=dtype) * 0.02 for _ in range(count)]
 
 
 def graph_of(body) -> torch.cuda.CUDAGraph:
@@ -317,8 +344,7 @@ def time_step(
     fused = {layer: Bench(workload, *shape, layers, dtype, room) for layer, shape in fused_layers(model).items()}
     benches = list(fused.values())
     weights = [
-        [torch.randn(sum(bench.outputs), bench.x.shape[1], device="cuda", dtype=dtype) * 0.02 for _ in range(layers)]
-        for bench in benches
+        bench.weights or base_weights(*shape, layers, dtype) for bench, shape in zip(benches, fused_layers(model).values())
     ]
     for bench in benches:
         bench.make_plan()

@@ -28,6 +28,9 @@ TORCH_LIBRARY(scute, m) {
       "-> ()");
   m.def("token_rows(Tensor ids, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
   m.def("token_logits(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, Tensor(a!) y) -> ()");
+  m.def(
+      "reweigh(Tensor x, Tensor weight, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, "
+      "Tensor(a!) y) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(scute, CPU, m) {
@@ -40,6 +43,7 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("structured", TORCH_FN(scute::cpu::structured));
   m.impl("token_rows", TORCH_FN(scute::cpu::token_rows));
   m.impl("token_logits", TORCH_FN(scute::cpu::token_logits));
+  m.impl("reweigh", TORCH_FN(scute::cpu::reweigh));
 }
 
 #ifdef SCUTE_WITH_CUDA
@@ -53,6 +57,7 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("structured", TORCH_FN(scute::cuda::structured));
   m.impl("token_rows", TORCH_FN(scute::cuda::token_rows));
   m.impl("token_logits", TORCH_FN(scute::cuda::token_logits));
+  m.impl("reweigh", TORCH_FN(scute::cuda::reweigh));
 }
 #endif
 

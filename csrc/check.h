@@ -236,4 +236,16 @@ inline void check_token_logits(const at::Tensor& x, const at::Tensor& row_slot, 
   check_modules(table, module, 1);
 }
 
+inline void check_reweigh(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& row_slot,
+                           const at::Tensor& arena, const at::Tensor& table, int64_t module, at::IntArrayRef columns,
+                           const at::Tensor& y) {
+  check_structured(x, row_slot, arena, table, module, columns, y);
+  SCUTE_CHECK_DTYPE(weight, x.scalar_type());
+  SCUTE_CHECK_DEVICE(weight, x);
+  SCUTE_CHECK_SHAPE(weight, -1, x.size(1));
+  SCUTE_CHECK_ROWS_CONTIGUOUS(weight);
+  TORCH_CHECK(weight.size(0) >= columns.back(), "weight has ", weight.size(0), " rows; want one for each of the ",
+              columns.back(), " columns");
+}
+
 }  // namespace scute

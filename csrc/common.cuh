@@ -120,6 +120,32 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 }
 
 template <typename T>
+__device__ __forceinline__ void add_to(T& y, float delta) {
+  y = from_float<T>(to_float(y) + delta);
+}
+
+// Eight neighbours of x, which begin at a multiple of 16 bytes.
+__device__ __forceinline__ void load_eight(const float* x, float (&to)[8]) {
+  const float4 low = reinterpret_cast<const float4*>(x)[0], high = reinterpret_cast<const float4*>(x)[1];
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+template <typename T>
+__device__ __forceinline__ void load_eight(const T* x, float (&to)[8]) {
+  const uint4 words = *reinterpret_cast<const uint4*>(x);
+  const float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
+  to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+  to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
+}
+// And such that begin anywhere.
+template <typename T>
+__device__ __forceinline__ void load_eight(const T* from, bool eights, float (&to)[8]) {
+  if (eights) return load_eight(from, to);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = to_float(from[i]);
+}
+
+template <typename T>
 __device__ __forceinline__ uint32_t pack(T low, T high) {
   static_assert(sizeof(T) == 2);
   return *reinterpret_cast<uint16_t*>(&low) | static_cast<uint32_t>(*reinterpret_cast<uint16_t*>(&high)) << 16;
@@ -147,6 +173,17 @@ template <typename T>
 __device__ __forceinline__ void mma32(float (&c)[4], const uint4& w0, const uint4& w1, const uint4& x) {
   mma<T>(c, w0.x, w1.x, w0.y, w1.y, x.x, x.y);
   mma<T>(c, w0.z, w1.z, w0.w, w1.w, x.z, x.w);
+}
+
+// Lane 4 g + t gives row g, columns 2 t, 2 t + 1 of an 8 x 8 matrix and gets column g, rows 2 t, 2 t + 1.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid) {

@@ -26,8 +26,9 @@ struct Entry {
 };
 static_assert(sizeof(Entry) % 16 == 0);  // kernels read it in 16-byte words
 
-// What a structured block begins with: its kind and its sizes. Everything after it begins at a multiple of kAlign.
-enum Kind : int32_t { kKronecker = 1, kSparse = 2, kMix = 3 };
+// What a structured block begins with: its kind and its sizes. From kHadamard on they are made of the base's weight, by
+// another op than the rest. Everything after it begins at a multiple of kAlign.
+enum Kind : int32_t { kKronecker = 1, kSparse = 2, kMix = 3, kHadamard = 4, kBlockAffine = 5 };
 struct alignas(16) Structure {
   int32_t kind;
   union {
@@ -40,6 +41,12 @@ struct alignas(16) Structure {
     struct {
       int32_t outputs, group, one_each;  // one_each: one number for both outputs of a pair
     } mix;
+    struct {
+      int32_t outputs, inputs, rank;  // rank8
+    } hadamard;
+    struct {
+      int32_t outputs, side;  // of the square blocks
+    } block_affine;
     int32_t sizes[7];
   };
 };
@@ -47,6 +54,7 @@ static_assert(sizeof(Structure) == 32);
 constexpr int kAlign = 16;
 SCUTE_HD inline int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 constexpr int kKroneckerRows = 512, kKroneckerValues = 4096;  // limits of p, and of p * r
+constexpr int kBlockAffineInputs = 1024;                      // limit of side
 
 // A tenant's own rows of the vocabulary: this, their token ids in ascending order, the rows.
 constexpr int kRows = 4;

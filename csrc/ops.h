@@ -38,6 +38,9 @@ using TokenRowsOp = void(const Tensor& ids, const Tensor& row_slot, const Tensor
 using TokenLogitsOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
                            int64_t module, Tensor& y);
 
+using ReweighOp = void(const Tensor& x, const Tensor& weight, const Tensor& row_slot, const Tensor& arena,
+                        const Tensor& table, int64_t module, IntArrayRef columns, Tensor& y);
+
 namespace cpu {
 PlanOp plan;
 ShrinkOp shrink;
@@ -48,6 +51,7 @@ RotateOp rotate;
 StructuredOp structured;
 TokenRowsOp token_rows;
 TokenLogitsOp token_logits;
+ReweighOp reweigh;
 }  // namespace cpu
 
 namespace cuda {
@@ -60,6 +64,7 @@ RotateOp rotate;
 StructuredOp structured;
 TokenRowsOp token_rows;
 TokenLogitsOp token_logits;
+ReweighOp reweigh;
 }  // namespace cuda
 
 }  // namespace scute

@@ -57,17 +57,6 @@ __device__ __forceinline__ void load_tile(const Rotation& r, int begin, int inpu
   }
 }
 
-// Lane 4 g + t gives row g, columns 2 t, 2 t + 1 of an 8 x 8 matrix and gets column g, rows 2 t, 2 t + 1.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t result;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
-
-__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
 // sums[q] += x D for 16 rows; low and high: the lane's eight inputs 8 t .. of rows g and g + 8. Column n of product q
 // is 8 (n / 2) + 2 q + n % 2, so that a lane gets columns 8 t .. 8 t + 7: those that it has of x.
 template <typename T>

@@ -38,25 +38,6 @@ struct Part {
   bool aligned;
 };
 
-template <typename T>
-__device__ __forceinline__ void add_to(T& y, float delta) {
-  y = from_float<T>(to_float(y) + delta);
-}
-
-// Eight neighbours of x, which begin at a multiple of 16 bytes.
-__device__ __forceinline__ void load_eight(const float* x, float (&to)[8]) {
-  const float4 low = reinterpret_cast<const float4*>(x)[0], high = reinterpret_cast<const float4*>(x)[1];
-  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-}
-template <typename T>
-__device__ __forceinline__ void load_eight(const T* x, float (&to)[8]) {
-  const uint4 words = *reinterpret_cast<const uint4*>(x);
-  const float2 a = unpack<T>(words.x), b = unpack<T>(words.y), c = unpack<T>(words.z), d = unpack<T>(words.w);
-  to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
-  to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
-}
-
 // The sum of x[k] w[k * stride] for k below n. The order depends on n alone: both paths add the same numbers up.
 template <typename X, typename T>
 __device__ __forceinline__ float dot(const X* x, const T* w, int n, int64_t stride, bool eights) {
@@ -64,12 +45,7 @@ __device__ __forceinline__ float dot(const X* x, const T* w, int n, int64_t stri
   int k = 0;
   for (; k + 8 <= n; k += 8) {
     float eight[8];
-    if (eights) {
-      load_eight(x + k, eight);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) eight[i] = to_float(x[k + i]);
-    }
+    load_eight(x + k, eights, eight);
 #pragma unroll
     for (int i = 0; i < 8; ++i, w += stride) sums[i] = fmaf(eight[i], to_float(*w), sums[i]);
   }

@@ -68,6 +68,8 @@ _boft = _writer(peft.BOFTConfig, {"boft_R": (0, 0.3), "boft_s": (1, 0.2)})
 _boft_near = _writer(peft.BOFTConfig, {"boft_R": (0, 0.01), "boft_s": (1, 0.002)})
 _delora = _writer(peft.DeloraConfig, {"delora_lambda": (6, 2), "delora_A": (0, 0.3), "delora_B": (0, 0.3)})
 _gralora = _writer(peft.GraloraConfig, {"gralora_": (0, 0.1)})
+_hira = _writer(peft.HiraConfig, {"hira_": (0, 0.4)})
+_hira_near = _writer(peft.HiraConfig, {"hira_": (0, 0.08)})
 _loha = _writer(peft.LoHaConfig, {"hada_": (0, 0.3)})
 _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
@@ -108,6 +110,10 @@ PLAIN: dict[str, Writer] = {
     "delora_patterns": _delora(r=4, rank_pattern={"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, bias="delora_only"),
     "gralora": _gralora(r=8, alpha=8),
     "gralora_hybrid": _gralora(r=8, gralora_k=4, hybrid_r=3, alpha=6, bias="all"),
+    "hira": _hira(r=6),
+    "hira_near": _hira_near(),
+    "hira_patterns": _hira(r=4, rank_pattern={"k_proj": 9, r"layers\.1\.mlp\.up_proj": 1}, target_modules=[*ALL, "lm_head"]),
+    "hira_layers": _hira(layers_to_transform=[1], init_weights="gaussian", target_modules=["q_proj", "down_proj"]),
     "loha": _loha(r=4, alpha=6),
     "loha_patterns": _loha(r=8, rank_pattern={"q_proj": 2, "gate_proj": 16}, alpha_pattern={"k_proj": 4}),
     "loha_head": _loha(r=3, alpha=6, target_modules=["k_proj", "lm_head"]),
@@ -131,6 +137,8 @@ PLAIN: dict[str, Writer] = {
     "lora_velora": _lora(velora_config=peft.VeloraConfig(8), lora_bias=True, target_modules=["q_proj", "up_proj"]),
     "miss": _miss(r=16),
     "miss_remainder": _miss(r=20, init_weights=False, bias="all"),  # does not divide the inputs
+    "miss_bat": _miss(r=16, init_weights="bat"),
+    "miss_bat_head": _miss(r=4, init_weights="bat", bias="all", target_modules=["q_proj", "v_proj", "lm_head"]),
     "miss_mini": _miss(r=16, init_weights="mini", mini_r=8, target_modules=["q_proj", "up_proj", "lm_head"]),
     "poly": _task(2, _poly(r=4, n_tasks=3)),
     "poly_splits": _task(0, _poly(r=3, n_tasks=2, n_skills=5, n_splits=4, target_modules=["q_proj", "lm_head"])),

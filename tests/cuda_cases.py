@@ -56,7 +56,7 @@ class World:
                     blocks = 1 if one else inputs // block
                     entry[layout.ROTATION] = arena.put(arena.random(blocks, block, block, std=0.1))
                 if "structured" in kinds and slot % 4:
-                    kind = ("kronecker", "split", "sparse", "mix", "pairs", "few")[(slot + i) % 6]
+                    kind = ("kronecker", "split", "sparse", "mix", "pairs", "few", "hadamard", "block_affine")[(slot + i) % 8]
                     made = make(kind, inputs, width, 1 + slot % 7, arena, slot + i)
                     entry[layout.STRUCTURE] = arena.put_structure(made)
                 entry[layout.META] = layout.pack_meta(layout.round_up(rank, 8), block, one)

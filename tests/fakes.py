@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scute_sgl.slots import Folded, FromWeight, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
+from scute_sgl.slots import BlockAffine, Folded, FromWeight, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 64, 8, 2, 8, 128, 96
 ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -127,13 +127,24 @@ STRUCTURES = {  # their blocks divide every shard of FakeModel
     "split": lambda noise, i, o: Kronecker(noise(o // 8, i // 8, std=0.5), noise(8, 2, std=0.5), noise(2, 8, std=0.5)),
     "sparse": _sparse,
     "rounded": lambda noise, i, o: _sparse(noise, i, o, rounded=True),
+    "hadamard": lambda noise, i, o: Hadamard(noise(5, i, std=1), noise(o, 5, std=1)),
+    "block_affine": lambda noise, i, o: BlockAffine(noise(o // 4, 4, 4, std=0.5)),
     "mix": lambda noise, i, o: Mix(1 + noise(o, std=0.2), noise(o, std=0.3), 4),
     "pairs": lambda noise, i, o: Mix(1 + noise(o // 2, std=0.2), noise(o // 2, std=0.3), 2, one_each=True),
 }
 
 
-def structured(s, x: Tensor, y: Tensor) -> Tensor:
+def structured(s, x: Tensor, y: Tensor, W: Tensor) -> Tensor:
     """The definition of a structure in slots.py, on y with all the rest in it. A Mix has its whole f1."""
+    if isinstance(s, BlockAffine):
+        r, x = s.M.shape[1], x.view(len(x), -1, s.M.shape[1])
+        for k, M in enumerate(s.M.double()):  # W_k M x + M x, with every block of inputs
+            u = x @ M.T
+            of_block = u.flatten(1) @ W[k * r : (k + 1) * r].T + u.sum(1)
+            y = torch.cat([y[:, : k * r], y[:, k * r : (k + 1) * r] + of_block, y[:, (k + 1) * r :]], dim=1)
+        return y
+    if isinstance(s, Hadamard):
+        return y + x @ (W * (s.B.double() @ s.A.double())).T
     if isinstance(s, Kronecker):
         w2 = s.w2.double() if s.w2_b is None else s.w2.double() @ s.w2_b.double()
         blocks = x.view(len(x), s.w1.shape[1], w2.shape[1])
@@ -203,7 +214,7 @@ def apply_slots(slots: Slots, t: Target, x: Tensor) -> Tensor:
         y = y + x @ term.A.double().T @ term.B.double().T * dora
     if slots.shared is not None:
         y = y + _shared(slots.shared, x[:, : t.in_features], 0, 0, t.out_features)
-    return structured(slots.structure, x, y if slots.gain is None else y * slots.gain.double())
+    return structured(slots.structure, x, y if slots.gain is None else y * slots.gain.double(), W)
 
 
 def rotate(slots: Slots, x: Tensor) -> Tensor:
@@ -235,7 +246,7 @@ def apply_folded(f: Folded, t: Target, x: Tensor) -> Tensor:
     if f.shared is not None:
         out = out + _shared(f.shared, x, t.inputs[0], *t.outputs)
     s = f.structure
-    return structured(replace(s, f1=1 + s.f1.double()) if isinstance(s, Mix) else s, x, out)
+    return structured(replace(s, f1=1 + s.f1.double()) if isinstance(s, Mix) else s, x, out, W)
 
 
 def _shared(term: SharedTerm, x: Tensor, in_begin: int, out_begin: int, out_end: int) -> Tensor:

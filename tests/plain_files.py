@@ -18,6 +18,7 @@ FILES = {  # PATH has 16 inputs and 8 outputs
     "DELORA": ({"r": 4}, ones(delora_A=(4, 16), delora_B=(8, 4), delora_lambda=(1,), delora_w_norm=(16,))),
     "GRALORA": ({"r": 4, "hybrid_r": 2}, ones(
         gralora_A=(2, 8, 4), gralora_B=(2, 4, 4), gralora_A_general__weight=(2, 16), gralora_B_general__weight=(8, 2))),
+    "HIRA": ({"r": 2}, ones(hira_A=(2, 16), hira_B=(8, 2))),
     "LOHA": ({"r": 2}, ones(hada_w1_a=(8, 2), hada_w1_b=(2, 16), hada_w2_a=(8, 2), hada_w2_b=(2, 16))),
     "LOKR": ({"r": 1}, ones(lokr_w1=(2, 4), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4))),
     "MISS": ({"r": 4}, ones(miss_block=(4, 8))),

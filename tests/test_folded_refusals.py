@@ -129,10 +129,23 @@ def test_peanut_depth_against_the_file():
         read(config("PEANUT"), tensors("PEANUT", **{"peanut_encoders.0.weight": ones(2, 2)}))
 
 
-def test_glora_lora_form_is_refused_by_name():
-    for fields in ({"config_A_B": "lora"}, {"config_A_B": None}):  # PEFT's default
-        with refused("unsupported_method", "config_A_B", "every element of W", "vector, constant or none"):
-            read(config("GLORA", **fields), tensors("GLORA"))
+def test_glora_matrices_of_another_rank_or_size():
+    files = {f"glora_{path}.{name}": ones(*shape) for path in "AB" for name, shape in (("Xu", (2, 16)), ("Xd", (8, 2)))}
+    off = {f"glora_{path}.X": None for path in "AB"}
+    for fields in ({"config_A_B": "lora", "r": 2}, {"config_A_B": None, "r": 2}):  # PEFT's default
+        slots = read(config("GLORA", **fields), tensors("GLORA", **off | files)).modules[PATH]
+        assert slots.structure.A.shape == slots.terms[0].A.shape == (2, 16)
+        for name, tensor in files.items():
+            with refused("missing_tensor", PATH, name):
+                read(config("GLORA", **fields), tensors("GLORA", **off | files | {name: None}))
+            with refused("bad_shape", PATH, name, f"found {(3, *tensor.shape[1:])}"):
+                read(config("GLORA", **fields), tensors("GLORA", **off | files | {name: ones(3, *tensor.shape[1:])}))
+        with refused("unknown_key", PATH, "glora_A.X"):
+            read(config("GLORA", **fields), tensors("GLORA", **off | files | {"glora_A.X": ones(8, 1)}))
+    with refused("bad_shape", PATH, "glora_A.Xu", "found (2, 16), want (3, 16)"):
+        read(config("GLORA", config_A_B="lora", r=3), tensors("GLORA", **off | files))
+    with refused("bad_config", "config_A_B", "'matrix'", "lora, vector, constant, none"):
+        read(config("GLORA", config_A_B="matrix"), tensors("GLORA"))
 
 
 def test_glora_path_that_is_off_holds_zeros():

@@ -18,7 +18,7 @@ REPLAYS = int(os.environ.get("SCUTE_REPLAYS", "500"))
 ADAPTERS = [
     "lora", "lora_rank_pattern", "lora_embed_head", "dora", "dora_patterns", "ia3", "ia3_many_ff", "vera_all",
     "vera_seed", "oft", "oft_block_share", "oft_head", "lokr",
-    "road", "shira", "supertuning_supra",
+    "road", "shira", "supertuning_supra", "hira", "glora_lora", "miss_bat",
 ]  # fmt: skip
 COMING = [  # with the residents no more than the rows of the largest graph
     "lora", "lora_embed_head", "dora", "ia3", "vera_all", "oft", "oft_head", "lokr", "road", "shira", "supertuning_supra",

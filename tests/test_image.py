@@ -11,7 +11,7 @@ from scute_sgl import layout
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.image import pack, unpack
-from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, SharedTerm, Slots, Sparse, Target
+from scute_sgl.slots import Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Target
 
 MODEL = FakeModel(layers=2)
 TARGETS = MODEL.targets()
@@ -51,6 +51,8 @@ def as_stored(folded: Folded, dtype) -> Folded:
         of = {f.name: getattr(structure, f.name) for f in fields(structure)}
         numbers = {n: v.to(dtype).float() for n, v in of.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         structure = replace(structure, **numbers)
+    if isinstance(structure, Hadamard):
+        structure = Hadamard(padded(structure.A, 0), padded(structure.B, 1))
     return Folded(shared=shared, structure=structure, **stored)
 
 
@@ -117,6 +119,7 @@ def test_live_bits_rank_and_meta():
         (): (0, 0, 0),
         ("sparse",): (structured, 0, 0),
         ("mix", "base_bias"): (delta | structured, 0, 0),
+        ("hadamard", "terms"): (delta | structured, 8, layout.pack_meta(8)),
         ("kronecker", "terms", "rotation"): (delta | rotated | structured, 8, layout.pack_meta(8, 8)),
     }
     for names, (live, rank, meta) in cases.items():
@@ -155,6 +158,7 @@ def test_sizes_that_the_layout_cannot_hold_are_refused():
     t = wide(TARGETS[Q_PROJ], 20, 8)
     for folded, hint in (
         (Folded(A=torch.zeros(8, 20), B=torch.zeros(8, 8)), "20 inputs on this rank"),
+        (Folded(structure=Hadamard(torch.zeros(8, 20), torch.zeros(8, 8))), "20 inputs on this rank"),
         (Folded(A=torch.zeros(65536, 8), B=torch.zeros(8, 65536)), "rank 65536 exceeds"),
     ):
         with pytest.raises(AdapterError, match=f"bad_shape.*{hint}"):
@@ -168,10 +172,18 @@ def test_a_structure_costs_its_own_size_and_its_header():
         (Kronecker(torch.ones(64, 64), torch.ones(64, 8), torch.ones(8, 64)), 2 * (64 * 64 + 2 * 8 * 64)),
         (Sparse(places // 16, places % 4096, torch.ones(len(places)), (4096, 4096)), 4 * len(places) + 4 * 4097),
         (Mix(torch.ones(4096), torch.ones(4096), 64), 2 * 2 * 4096),
+        (Hadamard(torch.ones(30, 4096), torch.ones(4096, 30)), 2 * 32 * 2 * 4096),
+        (BlockAffine(torch.ones(64, 64, 64)), 2 * 64 * 4096),
         (Mix(torch.ones(2048), torch.ones(2048), 64, one_each=True), 2 * 4096),
     ):
         image = pack({0: (t, Folded(structure=s))}, torch.float16)
         assert own + 32 <= image.nbytes <= own + 32 + layout.ALIGN + layout.BLOCK
+
+
+def test_blocks_without_room_for_their_inputs_are_refused():
+    t = wide(TARGETS[Q_PROJ], 1032, 1032)
+    with pytest.raises(AdapterError, match="too_large.*q_proj M: found blocks of 1032 inputs, want up to 1024"):
+        pack({0: (t, Folded(structure=BlockAffine(torch.ones(1, 1032, 1032))))}, torch.float16)
 
 
 def test_a_kronecker_product_without_room_for_its_sums_is_refused():
@@ -184,7 +196,7 @@ def test_a_kronecker_product_without_room_for_its_sums_is_refused():
             pack({0: (t, Folded(structure=s))}, torch.float16)
 
 
-@pytest.mark.parametrize("name, key", [("sparse", "values"), ("mix", "f2"), ("split", "w2")])
+@pytest.mark.parametrize("name, key", [("sparse", "values"), ("mix", "f2"), ("split", "w2"), ("hadamard", "A"), ("hadamard", "B")])
 def test_a_structure_that_is_not_finite_in_the_serving_dtype_is_refused_by_name(name, key):
     t = TARGETS[Q_PROJ]
     s = fold(random_slots(t, name), t).structure

@@ -31,6 +31,7 @@ ON_OTHER_BASES = {
         "lora", "lora_bias_qv", "lora_bias_all", "lora_bias_lora_only", "dora", "dora_bias_all", "ia3", "ia3_no_ff",
         "ia3_many_ff", "vera_all", "vera_bias_only", "oft", "oft_one_term", "oft_bias_only", "lora_embed_head",
         "hra_gs", "adamss", "pvera", "fourierft_patterns", "waveft_proportional", "glora", "glora_constant", "glora_none",
+        "glora_lora", "glora_lora_vector", "hira", "miss_bat_head",
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
         "unilora_seed", "vblora_topk", "lora_bd", "lora_qalora_head", "alora_head",
@@ -101,7 +102,7 @@ def normal_form(slots: Slots, x, W, b0):
     total = b0 if slots.base_bias is None else f(slots.base_bias)
     for bias in (total, None if slots.bias is None else f(slots.bias)):
         y = y if bias is None else y + bias
-    return structured(slots.structure, x, y if slots.gain is None else y * f(slots.gain))
+    return structured(slots.structure, x, y if slots.gain is None else y * f(slots.gain), W)
 
 
 @torch.no_grad()
@@ -165,7 +166,8 @@ def test_equals_peft(written, base_name, name):
 
 @pytest.mark.parametrize("name", [
     "lora", "dora", "ia3", "vera", "vera_unsaved", "oft", "oft_block_share", "hra", "deft", "peanut", "glora",
-    "glora_constant", "alora", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft", "waveft",
+    "glora_constant", "glora_lora", "hira", "miss_bat", "alora", "pissa", "olora", "kasa", "osf", "adamss", "pvera", "fourierft",
+    "waveft",
     "lokr", "road", "shira", "supertuning",
 ])  # fmt: skip
 def test_reads_without_a_base(written, name):

@@ -50,6 +50,13 @@ def test_lokr_products_must_fit_the_layer(monkeypatch):
         read_changed("LOKR")
 
 
+def test_hira_takes_the_rank_of_its_pattern_too():
+    """PEFT gives it to all but the first adapter of a layer."""
+    for fields in ({"r": 2, "rank_pattern": {"up_proj": 3}}, {"r": 3, "rank_pattern": {"up_proj": 2}}):
+        slots = read_changed("HIRA", fields).modules[PATH]
+        assert slots.structure.A.shape == (2, 16) and slots.structure.B.shape == (8, 2)
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_lokr_of_more_columns_than_the_op_has_room_for_is_the_same_as_a_term(monkeypatch, split):
     random = torch.Generator().manual_seed(0)
@@ -248,6 +255,21 @@ def test_qalora(config, width, code, fragments):
 def test_qalora_needs_the_base_to_tell_which_layers_are_pooled():
     with refused("bad_config", "use_qalora", "want the base"):
         read(lora_config(**QALORA), lora_tensors(), None)
+
+
+def test_hira_of_an_embedding_is_refused():
+    """PEFT has one: rows of the embedding, not of a linear layer, are scaled."""
+    file = dict.fromkeys(FILES["HIRA"][1])
+    file |= {key(f"hira_embedding_{name}", EMBED): torch.ones(shape) for name, shape in (("A", (2, 32)), ("B", (16, 2)))}
+    with refused("unsupported_method", EMBED, "hira_embedding_A", "embedding is not served"):
+        read_changed("HIRA", {"target_modules": ["embed_tokens"]}, file)
+
+
+def test_miss_blocks_larger_than_the_op_has_room_for_are_refused(monkeypatch):
+    read_changed("MISS", {"init_weights": "bat"}, ones(miss_block=(2, 4, 4)))
+    monkeypatch.setattr(layout, "BLOCK_AFFINE_INPUTS", 3)
+    with refused("too_large", PATH, "r: found 4", "at most 3"):
+        read_changed("MISS", {"init_weights": "bat"}, ones(miss_block=(2, 4, 4)))
 
 
 def test_bone_is_miss(tmp_path):

@@ -14,7 +14,7 @@ from scute_sgl.methods import METHODS, common
 MAKERS = {
     "ADALORA": lambda: peft.AdaLoraConfig(total_step=9), "BEFT": peft.BeftConfig, "BOFT": peft.BOFTConfig,
     "DELORA": peft.DeloraConfig,
-    "GRALORA": peft.GraloraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
+    "GRALORA": peft.GraloraConfig, "HIRA": peft.HiraConfig, "LOHA": peft.LoHaConfig, "LOKR": peft.LoKrConfig, "MISS": peft.MissConfig,
     "POLY": peft.PolyConfig, "TINYLORA": peft.TinyLoraConfig, "UNILORA": peft.UniLoraConfig,
     "VBLORA": peft.VBLoRAConfig,
 }  # fmt: skip
@@ -57,7 +57,7 @@ def test_every_tensor_is_needed_and_its_shape_checked(method, name):
         read_changed(method, tensors={name: found[None]})
 
 
-@pytest.mark.parametrize("method", sorted(FILES.keys() - {"TINYLORA"}))
+@pytest.mark.parametrize("method", sorted(FILES.keys() - {"TINYLORA", "HIRA"}))
 def test_embeddings_are_refused_by_module(method):
     moved = {k.replace(PATH, EMBED): t for k, t in FILES[method][1].items()}
     with refused("unsupported_method", EMBED, "no embedding layer"):
@@ -81,7 +81,7 @@ def test_embeddings_are_refused_by_module(method):
     ("BOFT", {"boft_block_size": 8}, "bad_shape", [PATH, "boft_R", "(1, 4, 4, 4)", "8"]),
     ("BOFT", {"boft_n_butterfly_factor": 0}, "bad_config", ["boft_n_butterfly_factor: found 0"]),
     ("BOFT", {"boft_n_butterfly_factor": 10**9}, "bad_config", ["boft_n_butterfly_factor"]),
-    ("BONE", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("BONE", {"init_weights": "bat"}, "bad_shape", [PATH, "bone_block", "(4, 8)", "(2, 4, 4)"]),
     ("BONE", {"init_weights": "mini"}, "bad_config", ["init_weights", "'mini'"]),
     ("DELORA", {"r": 3}, "bad_shape", [PATH, "delora_A", "(4, 16)", "(3, 16)"]),
     ("DELORA", {"rank_pattern": {"up_proj": 2}}, "bad_shape", [PATH, "delora_A", "(2, 16)"]),
@@ -92,12 +92,19 @@ def test_embeddings_are_refused_by_module(method):
     ("GRALORA", {"hybrid_r": 0}, "unknown_key", [PATH, "gralora_A_general.weight"]),
     ("GRALORA", {"r": 1 << 14, "gralora_k": 4}, "bad_config", ["gralora_k * r + hybrid_r: found 65538"]),
     ("GRALORA", {"exclude_modules": ["q_proj"]}, "bad_config", ["exclude_modules"]),
+    ("HIRA", {"r": 3}, "bad_shape", [PATH, "hira_A", "found rank 2, want 3"]),
+    ("HIRA", {"r": 0}, "bad_config", ["r: found 0"]),
+    ("HIRA", {"rank_pattern": {"up_proj": 0}}, "bad_config", ["rank_pattern: found 0"]),
+    ("HIRA", {"r": 3, "rank_pattern": {"up_proj": 1}}, "bad_shape", [PATH, "hira_A", "found rank 2", "3", "1"]),
+    ("HIRA", {"alpha": 8}, "bad_config", ["alpha", "found 8"]),
     ("LOHA", {"r": 3}, "bad_shape", [PATH, "hada_w1_a", "(8, 2)", "(8, 3)"]),
     ("LOHA", {"alpha_pattern": {"up_proj": "8"}}, "bad_config", ["alpha_pattern", "'8'"]),
     ("LOHA", {"bias": "all"}, "bad_config", ["bias", "'all'"]),
     ("LOKR", {"r": 2}, "bad_shape", [PATH, "lokr_w2_a", "(4, 1)", "(any, 2)"]),
     ("LOKR", {"rank_pattern": {"up_proj": 0}}, "bad_config", ["rank_pattern: found 0"]),
-    ("MISS", {"init_weights": "bat"}, "unsupported_method", ["init_weights", "'bat'"]),
+    ("MISS", {"init_weights": "bat"}, "bad_shape", [PATH, "miss_block", "(4, 8)", "(2, 4, 4)"]),
+    ("MISS", {"init_weights": "bat", "r": 5}, "bad_config", [PATH, "r: found 5", "divisor of the 16 inputs"]),
+    ("MISS", {"init_weights": "bat", "r": 16}, "bad_config", [PATH, "r: found 16", "divisor of the 8 outputs"]),
     ("MISS", {"init_weights": "new"}, "bad_config", ["init_weights", "'new'", "mini"]),
     ("MISS", {"init_weights": "mini"}, "bad_shape", [PATH, "miss_block", "(4, 1)"]),
     ("MISS", {"init_weights": "mini", "mini_r": 0}, "bad_config", ["mini_r: found 0"]),

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import test_ops_expand
+import test_ops_reweigh
 import test_ops_lookup
 import test_ops_project
 import test_ops_rotate
@@ -33,6 +34,7 @@ ARGUMENTS = {
     "structured": test_ops_structured.arguments,
     "token_rows": lambda case: test_ops_tokens.row_arguments(case.dtype, case.device),
     "token_logits": lambda case: test_ops_tokens.logit_arguments(case.dtype, case.device),
+    "reweigh": test_ops_reweigh.arguments,
 }
 
 
@@ -41,7 +43,7 @@ ARGUMENTS = {
 def test_schema_and_fake_hold(name, device):
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
-    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out") if out in given}
+    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out", "weight") if out in given}
     opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 

@@ -5,6 +5,7 @@ The other op tests run on the GPU too; these add shapes that are too large for t
 """
 
 import pytest
+import test_ops_reweigh
 import test_ops_structured
 import test_ops_tokens
 import torch
@@ -103,6 +104,21 @@ def test_structured(inputs, rows, dtype):
     assert torch.equal(given["y"][:, COLUMNS[-1] :], before[:, COLUMNS[-1] :])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs, rows", [(4096, 1), (1344, 64), (1544, 700)])
+def test_reweigh(inputs, rows, dtype):
+    world = World(dtype, inputs, (8,), 13, "structured")
+    given = {"x": world.tensor(rows, inputs, 1), "weight": world.tensor(COLUMNS[-1] + 8, inputs, 3) * inputs**-0.5,
+             "row_slot": rows_of("uniform", rows, 13).fill_(6) if rows == 1 else rows_of("uniform", rows, 13),
+             "arena": world.arena, "table": world.table, "module": 0, "columns": COLUMNS,
+             "y": world.tensor(rows, COLUMNS[-1] + 3, 2)}  # fmt: skip
+    before, (want, terms) = given["y"].clone(), test_ops_reweigh.oracle(given)
+    ops.reweigh(**given)
+    check(given["y"].cpu(), want, terms, dtype)
+    assert torch.equal(given["y"][:, COLUMNS[-1] :], before[:, COLUMNS[-1] :])
+    assert not torch.equal(given["y"], before)
+
+
 @pytest.mark.parametrize("tile_rows", [8, 64])
 @pytest.mark.parametrize("tenants", [1, 40, 3000])
 def test_plan_of_many_rows(tile_rows, tenants):
@@ -133,6 +149,7 @@ class Layer:
         self.row_slot = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
         self.plan = torch.zeros(layout.plan_size(rows), dtype=torch.int32, device="cuda")
         self.x0, self.y0 = world.tensor(rows, world.inputs, 1), world.tensor(rows, COLUMNS[-1], 2)
+        self.weight = world.tensor(COLUMNS[-1], world.inputs, 3) * world.inputs**-0.5
         self.rotated = torch.empty(3, rows, world.inputs, dtype=world.dtype, device="cuda")
         self.v, self.shared_v = world.partials(rows, 3, True), world.partials(rows, 1, True)
         self.x, self.y = self.x0.clone(), self.y0.clone()
@@ -151,6 +168,7 @@ class Layer:
             ops.expand(self.v, self.shared_v, self.row_slot, sets=w.sets, columns=COLUMNS, out_begin=OUT_BEGIN,
                        y=self.y, **common, **listed)  # fmt: skip
             ops.structured(self.x, self.row_slot, columns=COLUMNS, y=self.y, **common)
+            ops.reweigh(self.x, self.weight, self.row_slot, columns=COLUMNS, y=self.y, **common)
             self.x.add_(self.rotated[0], alpha=0.01)
             self.y.mul_(0.5)
 

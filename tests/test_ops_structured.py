@@ -8,7 +8,7 @@ from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, 
 from ops_checks import check_update, one_row, on_cpu, same_bits
 
 from scute_sgl import layout, ops, reference
-from scute_sgl.slots import Kronecker, Mix, Sparse
+from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
 from scute_sgl.structured import sparse
 
 WIDTHS = (136, 24, 14)
@@ -33,6 +33,11 @@ def make(kind: str, inputs: int, outputs: int, rank: int, arena: Arena, pick: in
         if kind == "kronecker":
             return Kronecker(w1, arena.random(o, q, std=q**-0.5))
         return Kronecker(w1, arena.random(o, rank), arena.random(rank, q, std=q**-0.5))
+    if kind == "hadamard":
+        return Hadamard(arena.random(rank, inputs, std=rank**-0.5), arena.random(outputs, rank))
+    if kind == "block_affine":
+        side = sorted(d for d in range(1, 65) if outputs % d == 0 and inputs % d == 0)[-1 - pick % 2]
+        return BlockAffine(arena.random(outputs // side, side, side, std=side**-0.5))
     if kind in ("sparse", "few"):
         n = outputs * inputs // 3 if kind == "sparse" else 3  # of the few, most outputs have none
         places = torch.randperm(outputs * inputs, generator=arena.generator)[:n]
@@ -213,7 +218,7 @@ def test_refusals(device, change, message):
 
 
 @pytest.mark.parametrize("structure, place, value, message", [
-    ("kronecker", 0, 9, "a structured block of kind 9; want 1 to 3"),
+    ("kronecker", 0, 9, "a structured block of kind 9; want 1 to 5"),
     ("kronecker", 1, 7, "a structured block of 28 outputs; want slice 0's 8"),
     ("kronecker", 2, 3, "a structured block of 12 inputs; want x's 8"),
     ("sparse", 3, 1, "whose rows do not follow one another"),

@@ -15,7 +15,7 @@ from scute_sgl.supported import SUPPORT  # noqa: E402
 
 ROWS = {row["method"]: row for row in json.loads((BENCHMARKS / "results" / "own_bytes.json").read_text())["rows"]}
 # Without a decomposition of the base weight
-QUICK = "LORA DORA IA3 LN_TUNING TRAINABLE_TOKENS OFT DELORA MISS LOKR ROAD SHIRA SUPERTUNING WAVEFT".split()
+QUICK = "LORA DORA IA3 LN_TUNING TRAINABLE_TOKENS OFT DELORA MISS LOKR ROAD SHIRA SUPERTUNING WAVEFT HIRA GLORA".split()
 
 
 def test_every_method_is_measured():

@@ -86,19 +86,20 @@ def test_a_mixed_batch_through_arena_plan_and_ops_is_the_definition():
         "vera": random_slots(t, "shared", "gain"),
         "lokr": random_slots(t, "split"),
         "road": random_slots(t, "mix"),
+        "glora": random_slots(t, "hadamard", "terms", "bias"),
         "supra": random_slots(t, "rounded", "terms"),
     }
-    pool = Pool(128 << 10, 8, t.module + 1, "cpu", torch.float32, poison=True)
+    pool = Pool(160 << 10, 8, t.module + 1, "cpu", torch.float32, poison=True)
     for uid, slots in methods.items():
         pool.register(uid, pack(fold_adapter(Adapter(uid, {t.path: slots}), model.targets()), torch.float32))
     pool.ensure(methods)
-    names = ["oft", None, "dora", "vera", "lokr", "dora", None, "vera", "supra", "oft", "road", "lokr", "road"]
+    names = ["oft", None, "dora", "vera", "lokr", "dora", None, "vera", "supra", "oft", "road", "lokr", "road", "glora"]
     plan = BatchPlan(32, pool)
     plan.write([pool.slot_of(name) for name in names])
-    plan.run(15, tile_rows=8)  # two rows of padding
+    plan.run(16, tile_rows=8)  # two rows of padding
 
-    x = torch.randn(15, t.in_features, generator=torch.Generator().manual_seed(3))
-    rotated, v, shared_v = torch.empty(1, *x.shape), *torch.full((2, 1, 15, plan.rank_max), torch.nan)
+    x = torch.randn(16, t.in_features, generator=torch.Generator().manual_seed(3))
+    rotated, v, shared_v = torch.empty(1, *x.shape), *torch.full((2, 1, 16, plan.rank_max), torch.nan)
     tables, slot, sets = (pool.arena, pool.table), plan.row_slot, pool.sets
     ops.rotate(x, slot, *tables, t.module, 1, rotated)
     y = rotated[0] @ t.weight().T + t.bias()
@@ -106,6 +107,7 @@ def test_a_mixed_batch_through_arena_plan_and_ops_is_the_definition():
     ops.project(x, slot, *tables, sets, plan.words, 8, t.module, 1, 0, shared_v)
     ops.expand(v, shared_v, slot, *tables, sets, plan.words, 8, t.module, [0, t.out_features], [0], y)
     ops.structured(x, slot, *tables, t.module, [0, t.out_features], y)
+    ops.reweigh(x, t.weight(), slot, *tables, t.module, [0, t.out_features], y)
     for row, name in enumerate(names + [None, None]):
         want = apply_slots(methods.get(name, Slots()), t, x[row : row + 1].double())
         torch.testing.assert_close(y[row : row + 1].double(), want, rtol=1e-5, atol=1e-5)

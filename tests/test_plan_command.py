@@ -68,6 +68,17 @@ def test_bytes_are_those_of_the_tensors(root):
     assert vera.own == -(-2 * (8 + HIDDEN + 8 + KEY_VALUE) * LAYERS // 256) * 256
 
 
+def test_what_is_made_of_the_weight_reads_it_once_more_for_all(root, capsys):
+    weights = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE + 3 * HIDDEN * MLP) * LAYERS
+    hira, bat = cost_of(root, "hira"), cost_of(root, "miss_bat")
+    assert hira.shared == bat.shared == weights and hira.key == bat.key
+    assert bytes_of_step([hira, bat, hira], 3) == 2 * hira.own + bat.own + weights
+    one = scute(root, capsys, ["hira"], *OTHER)[0]
+    assert one["bytes_step"] == hira.own + weights
+    assert one["ms_step"] == pytest.approx(one["bytes_step"] / 1e9 + 7 * 4 * LAYERS * 2e-3)  # all of the last variant
+    assert one["swap_in_ms"] == pytest.approx(hira.own / 32e6, rel=1e-3)  # the weights are there
+
+
 def test_an_embedding_reads_a_column_for_each_row(root):
     assert cost_of(root, "lora_embed") == Cost(2 * 8 * HIDDEN, live=1, row=2 * 8)
     image = look(folder_of(root, "lora_embed"), config.read_base(make_base("llama", root), HALF), HALF).packed

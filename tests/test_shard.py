@@ -11,7 +11,7 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold, fold_adapter
 from scute_sgl.linalg import without_singular
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, FromWeight, Kronecker, Mix, Slots, Sparse, Target, Term
+from scute_sgl.slots import Adapter, BlockAffine, Folded, FromWeight, Hadamard, Kronecker, Mix, Slots, Sparse, Target, Term
 
 MODEL = FakeModel()
 WHOLE = MODEL.targets()
@@ -218,6 +218,18 @@ def test_a_mix_is_not_cut_through_its_sums_or_its_groups():
         shard(Slots(structure=wide), MODEL.targets(0, 8)[Q_PROJ])
 
 
+@pytest.mark.parametrize("path", [Q_PROJ, O_PROJ])
+def test_blocks_that_straddle_shards_are_refused(path):
+    generator = torch.Generator().manual_seed(0)
+    slots = Slots(structure=BlockAffine(torch.randn(4, 16, 16, generator=generator)))
+    x = torch.randn(4, 64, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(
+        from_shards(slots, path, 4, x), apply_slots(slots, WHOLE[path], x), rtol=1e-5, atol=1e-4
+    )
+    with pytest.raises(AdapterError, match="bad_shape.*M: blocks of 16 outputs and inputs straddle .*shards"):
+        shard(slots, MODEL.targets(1, 8)[path])
+
+
 @pytest.mark.parametrize("path, w1, w2", [(Q_PROJ, (4, 2), (16, 32)), (O_PROJ, (2, 4), (32, 16))])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_kronecker_product_that_straddles_shards_is_a_term(path, w1, w2, rank):
@@ -268,6 +280,9 @@ BAD = {
     "structure": dict(structure=Kronecker(torch.zeros(8, 8), torch.zeros(8, 9))),
     "structure ": dict(structure=Sparse(*torch.zeros(3, 1, dtype=torch.long), (64, 63))),
     "structure  ": dict(structure=Mix(torch.zeros(33), torch.zeros(33), 2, one_each=True)),
+    "structure   ": dict(structure=Hadamard(torch.zeros(3, 65), torch.zeros(64, 3))),
+    "M": dict(structure=BlockAffine(torch.zeros(16, 4, 5))),
+    "B  ": dict(structure=Hadamard(torch.zeros(3, 64), torch.zeros(64, 4))),
 }
 
 

@@ -15,9 +15,10 @@ from servers import ALL_LOGPROBS, log_table, prompt
 import scute_sgl
 
 BASE = "llama_16bit"
-NEAR = ["dora_near", "ia3_near", "oft_near", "boft_near", "hra_near", "pissa_near", "deft_near", "road_near"]
+NEAR = ["dora_near", "ia3_near", "oft_near", "boft_near", "hra_near", "pissa_near", "deft_near", "road_near", "hira_near"]
 FAR = ["lora", "lora_fp16_file", "dora", "ia3", "vera", "oft", "boft", "loha", "lokr_whole", "miss"]
 FAR += ["hra", "deft", "peanut", "glora", "pissa", "fourierft", "waveft", "road_4", "shira", "supertuning_supra"]
+FAR += ["hira", "glora_lora", "miss_bat"]
 PROMPTS = [prompt(seed, 128) for seed in range(16)]
 
 

@@ -99,8 +99,9 @@ void structured(const Tensor& x, const Tensor& row_slot, const Tensor& arena, co
       if (!entry || entry[slice].structure == kAbsent) return;
       Parts parts{tensors, entry[slice].structure};
       const Structure& s = *parts.next<Structure>(1);
-      TORCH_CHECK(s.kind >= kKronecker && s.kind <= kMix, "slot ", slot, " has a structured block of kind ", s.kind,
-                  "; want 1 to 3");
+      TORCH_CHECK(s.kind >= kKronecker && s.kind <= kBlockAffine, "slot ", slot, " has a structured block of kind ",
+                  s.kind, "; want 1 to 5");
+      if (s.kind >= kHadamard) return;  // reweigh's
       const int64_t width = columns[slice + 1] - columns[slice];
       TORCH_CHECK(outputs_of(s) == width, "slot ", slot, " has a structured block of ", outputs_of(s),
                   " outputs; want slice ", slice, "'s ", width);

@@ -27,6 +27,7 @@ from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
 from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
 from scute_sgl.slots import Folded, Target
+from scute_sgl.structured import OF_WEIGHT
 
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -70,8 +71,8 @@ GPUS = {
 @dataclass(frozen=True)
 class Cost:
     """What a step reads of one tenant: ``own`` bytes once, ``row`` bytes for each of its rows (an embedding's A and own
-    rows are looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. ``live``: bits
-    of layout.py."""
+    rows are looked up), and ``shared`` bytes of its shared set ``key``, once for all tenants that have it. Base weights
+    that are read again (HiRA, MiSS's bat) are such a set. ``live``: bits of layout.py."""
 
     own: int
     live: int
@@ -91,6 +92,9 @@ def cost(modules: Mapping[int, tuple[Target, Folded]], packed: Image) -> Cost:
         if t.kind == "embedding" and folded.tokens is not None and not _reads_rows(modules):
             row += folded.tokens.rows.shape[1] * item
             looked_up += folded.tokens.rows.numel() * item
+    if again := {module: t for module, (t, f) in modules.items() if isinstance(f.structure, OF_WEIGHT)}:
+        weights = sum((t.inputs[1] - t.inputs[0]) * (t.outputs[1] - t.outputs[0]) for t in again.values())
+        return Cost(packed.nbytes - looked_up, packed.live, row, weights * item, f"weights of {sorted(again)}")
     shared = [t for t, folded in modules.values() if folded.shared is not None]
     if not shared:
         return Cost(packed.nbytes - looked_up, packed.live, row)
@@ -127,12 +131,13 @@ def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
 
 
 def launches_of_step(tenants: Iterable[Cost], layers: Iterable[int]) -> int:
-    """Launches of the batch's graph variant between the base's; ``layers`` as :func:`fused_layers` gives them."""
+    """Launches of the batch's graph variant between the base's, two of them for structures; ``layers`` as
+    :func:`fused_layers` gives them."""
     live = 0
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    single = bool(variant & (DELTA | SHARED)) + bool(variant & ROTATED) + bool(variant & STRUCTURED)
+    single = bool(variant & (DELTA | SHARED)) + bool(variant & ROTATED) + 2 * bool(variant & STRUCTURED)
     return sum(single + (bool(variant & ROTATED) and projections > 1) for projections in layers)
 
 

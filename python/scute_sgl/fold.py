@@ -28,8 +28,10 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, fold_norms, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, Slots, Sparse, Target, Term, Tokens
-from scute_sgl.structured import Structure, as_rounded
+from scute_sgl.slots import (
+    Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Structure, Target, Term, Tokens,
+)  # fmt: skip
+from scute_sgl.structured import OF_WEIGHT, as_rounded
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
@@ -134,7 +136,7 @@ def live_slots(folded: Collection[Folded]) -> list[str]:
         "B": any(f.B is not None or f.shared is not None for f in folded),
         "d": any(f.shared is not None for f in folded),
         "e": any(f.shared is not None for f in folded),
-        "S": any(isinstance(f.structure, (Kronecker, Sparse)) for f in folded),
+        "S": any(isinstance(f.structure, (Kronecker, Sparse, *OF_WEIGHT)) for f in folded),
         "mix": any(isinstance(f.structure, Mix) for f in folded),
         "rows": any(f.tokens is not None for f in folded),
     }
@@ -206,6 +208,10 @@ def _structure(slots: Slots, t: Target) -> Structure | None:
         values = as_rounded(s, t.weight()) if s.rounded else s.values
         by = None if slots.norm is None else slots.norm[s.columns]
         return replace(s, values=product(values, by).float(), rounded=False)
+    if isinstance(s, Hadamard):
+        return Hadamard(product(s.A, slots.norm).float(), s.B.float())
+    if isinstance(s, BlockAffine):
+        return BlockAffine(s.M.float())
     if isinstance(s, Kronecker):
         return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
     return None

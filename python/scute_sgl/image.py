@@ -18,7 +18,7 @@ from torch import Tensor
 from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Folded, Kronecker, SharedTerm, Target, Tokens
+from scute_sgl.slots import BlockAffine, Folded, Hadamard, Kronecker, SharedTerm, Structure, Target, Tokens
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -154,7 +154,7 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
     )
 
 
-def _unpack_structure(image: Image, offset: int) -> structured.Structure:
+def _unpack_structure(image: Image, offset: int) -> Structure:
     found = structured.unpack(image.data, offset, image.dtype)
     wide = {f.name: value.float() for f in fields(found) if _is_number(value := getattr(found, f.name))}
     return replace(found, **wide)
@@ -199,12 +199,17 @@ class _Packer:
             raise AdapterError("bad_config", hint, module=t.path, key=name)
         return cast
 
-    def add_structure(self, s: structured.Structure, t: Target) -> int:
+    def add_structure(self, s: Structure, t: Target) -> int:
         """Offset of its block, whose tensors follow one another."""
         if isinstance(s, Kronecker) and not structured.fits(s):
             hint = f"found w1 of {tuple(s.w1.shape)} and {0 if s.w2_b is None else len(s.w2_b)} inner ranks"
             want = f"want up to {layout.KRONECKER_ROWS} columns, and {layout.KRONECKER_VALUES} columns times ranks"
             raise AdapterError("too_large", f"{hint}, {want}", module=t.path, key="w1")
+        if isinstance(s, Hadamard):
+            _check_width(t)
+        if isinstance(s, BlockAffine) and s.M.shape[1] > layout.BLOCK_AFFINE_INPUTS:
+            hint = f"found blocks of {s.M.shape[1]} inputs, want up to {layout.BLOCK_AFFINE_INPUTS}"
+            raise AdapterError("too_large", hint, module=t.path, key="M")
         return [self.add(part, t, name) for name, part in structured.parts(s).items()][0]
 
     def bytes(self, pin: bool) -> Tensor:
@@ -221,11 +226,15 @@ def _view(data: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _checked_pack_a(t: Target) -> Callable[[Tensor], Tensor]:
+    _check_width(t)
+    return layout.pack_a
+
+
+def _check_width(t: Target) -> None:
     width = t.inputs[1] - t.inputs[0]
     if width % 8:
         hint = f"{width} inputs on this rank; the layout needs a multiple of 8"
         raise AdapterError("bad_shape", hint, module=t.path, key="A")
-    return layout.pack_a
 
 
 def _fits(value: int, t: Target, what: str) -> int:

@@ -20,7 +20,7 @@ from scute_sgl.errors import AdapterError, NeedsBase
 from scute_sgl.fold import fold_adapter, live_slots, needs_base_weight
 from scute_sgl.image import Image
 from scute_sgl.resolve import without_weight
-from scute_sgl.slots import Adapter, Folded, Kronecker, Slots, Target
+from scute_sgl.slots import Adapter, Folded, Hadamard, Kronecker, Slots, Target
 
 CONVERTED_RANK = 64  # of the plain LoRA that an adapter is compared with
 DTYPES = {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -162,7 +162,7 @@ def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
         return None
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):
-        product = s.structure if isinstance(s.structure, Kronecker) else None  # no other one tells both widths
+        product = s.structure if isinstance(s.structure, (Kronecker, Hadamard)) else None  # others do not tell both widths
         more = s.shared, s.from_weight, s.magnitude, s.base_weight, s.scale, s.gain, s.input_scale
         more += (None if product else s.structure,)
         if any(slot is not None for slot in more) or any(M.is_meta for term in s.terms for M in (term.A, term.B)):

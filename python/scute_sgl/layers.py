@@ -1,7 +1,7 @@
 """The served model's layers with the batch's adapters around their GEMM.
 
     x' = rotate(x);   y = base(x');   v = shrink(x), project(x);   y = y + y * (s - 1) + b + expand(v)
-    y = structured(x, y)
+    y = structured(x, y), reweigh(x, W, y)
 
 The sums v need the layer's input alone. Decoding makes them beside the base's GEMM, on a second stream: a GEMM of few
 rows waits for memory and leaves multiprocessors idle.
@@ -60,8 +60,8 @@ class Adapters:
         ops.rotate(x, plan.row_slot, pool.arena, pool.table, self.module, self.slices, rotated)
         return rotated
 
-    def around(self, rows: Rows, x: Tensor, base: Callable[[], Tensor]) -> Tensor:
-        """``base()`` with the adapters' part added; x is the layer's input before any rotation."""
+    def around(self, rows: Rows, x: Tensor, weight: Tensor, base: Callable[[], Tensor]) -> Tensor:
+        """``base()`` with the adapters' part added; x is the layer's input before any rotation, ``weight`` its own."""
         plan, live, pool = rows.planned(x.shape[0]), self.backend.live, self.backend.pool
         # Allocated before the fork: memory that main gives back later may still be in use there.
         v = self._partials(rows, x, self.slices) if live & DELTA else None
@@ -78,6 +78,7 @@ class Adapters:
         self._expand(rows, v, shared_v, y)
         if live & STRUCTURED:
             ops.structured(x, plan.row_slot, *common, self.module, self.columns, y)
+            ops.reweigh(x, weight, plan.row_slot, *common, self.module, self.columns, y)
         return y
 
     def _expand(self, rows: Rows, v: Tensor | None, shared_v: Tensor | None, y: Tensor) -> None:
@@ -128,7 +129,7 @@ class ScuteLinear(LinearMethodBase):
         self.backend.reached.add(self.adapters.module)
         if not self.backend.live:
             return self.base.apply(layer, x, bias)
-        return self.adapters.around(self.backend.body, x, lambda: self._project(layer, x, bias))
+        return self.adapters.around(self.backend.body, x, layer.weight, lambda: self._project(layer, x, bias))
 
     def apply_into(self, layer: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """SGLang's ``output_tensor=``: the same into a tensor of the caller's."""
@@ -192,7 +193,7 @@ class ScuteHead(BaseLayerWithLoRA):
             inputs = self.adapters.rotate(rows, x)[0] if self.backend.live & ROTATED else x
             return torch.matmul(inputs, self.weight.T)
 
-        y = self.adapters.around(rows, x, base)
+        y = self.adapters.around(rows, x, self.weight, base)
         self.adapters.give_logits(rows, x, y)
         return y
 

@@ -44,10 +44,11 @@ SLOT_FIELDS = 3
 DELTA, SHARED, ROTATED, STRUCTURED = 1, 2, 4, 8
 
 # the first word of a structured block
-KRONECKER, SPARSE, MIX = 1, 2, 3
+KRONECKER, SPARSE, MIX, HADAMARD, BLOCK_AFFINE = range(1, 6)
 STRUCTURE_HEADER = 8
 # A Kronecker product's inner sums lie in a CTA's shared memory: limits of p, and of p * r
 KRONECKER_ROWS, KRONECKER_VALUES = 512, 4096
+BLOCK_AFFINE_INPUTS = 1024  # and so does a block's transformed input
 
 # sets[set][...]: byte offsets of A [rank8/8][in/8][8][8] and B [rank8/8][out][8], and their sizes
 SET_A, SET_B, SET_RANK, SET_IN, SET_OUT = range(5)

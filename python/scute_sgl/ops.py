@@ -134,6 +134,24 @@ def structured(
     _ops.structured(x, row_slot, arena, table, module, columns, y)
 
 
+def reweigh(
+    x: Tensor,
+    weight: Tensor,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    module: int,
+    columns: Sequence[int],
+    y: Tensor,
+) -> None:
+    """y += x S^T, in float32 and rounded once, where the tenant has a structure whose S is made of the weight.
+
+    x (n, in); ``weight`` (at least columns[-1], in) of x's dtype: the layer's own, row j for column j of y;
+    row_slot int32 (n,); y (n, out) of x's dtype, which expand has updated. ``columns`` as for expand.
+    """
+    _ops.reweigh(x, weight, row_slot, arena, table, module, columns, y)
+
+
 def token_rows(ids: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> None:
     """y[row] = the tenant's own row of token ids[row], where it has one: the last op of an embedding.
 
@@ -159,7 +177,7 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-_NAMES = "plan shrink lookup project expand rotate structured token_rows token_logits"
+_NAMES = "plan shrink lookup project expand rotate structured reweigh token_rows token_logits"
 
 for _name in _NAMES.split():
     register_fake(f"scute::{_name}", _fake)

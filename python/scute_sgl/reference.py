@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scute_sgl import layout
 from scute_sgl import structured as blocks
-from scute_sgl.slots import Kronecker, Sparse
+from scute_sgl.slots import Hadamard, Kronecker, Sparse, Structure
 
 
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
@@ -181,13 +181,36 @@ def structured(
     for slot in row_slot[row_slot >= 0].unique().tolist():
         rows = (row_slot == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(columns)):
-            if (entry := Entry(arena, table, dtype, slot, module + i)).has(layout.STRUCTURE):
-                M, S = matrices(blocks.unpack(arena, entry.fields[layout.STRUCTURE], dtype), end - begin, x.shape[1])
+            s = Entry(arena, table, dtype, slot, module + i).structure()
+            if s is not None and not isinstance(s, blocks.OF_WEIGHT):
+                M, S = matrices(s, end - begin, x.shape[1])
                 y[rows, begin:end] = y[rows, begin:end] @ M.T + x[rows].double() @ S.T
     return y
 
 
-def matrices(s: blocks.Structure, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+def reweigh(
+    x: Tensor, weight: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, columns: Sequence[int],
+    y: Tensor,
+) -> Tensor:
+    dtype, y = y.dtype, y.double()
+    for slot in row_slot[row_slot >= 0].unique().tolist():
+        rows = (row_slot == slot).nonzero().flatten()
+        for i, (begin, end) in enumerate(pairwise(columns)):
+            if isinstance(s := Entry(arena, table, dtype, slot, module + i).structure(), blocks.OF_WEIGHT):
+                y[rows, begin:end] += x[rows].double() @ of_weight(s, weight[begin:end].double()).T
+    return y
+
+
+def of_weight(s: Structure, W: Tensor) -> Tensor:
+    """S (out, in) in float64."""
+    if isinstance(s, Hadamard):
+        return W * (s.B.double() @ s.A.double())
+    M, r = s.M.double(), s.M.shape[1]
+    tiles = W.view(len(M), r, -1, r)  # [block of outputs, output, block of inputs, input]
+    return (torch.einsum("konq,kqi->koni", tiles, M) + M[:, :, None]).reshape(W.shape)
+
+
+def matrices(s: Structure, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """What a packed structure does: M (out, out) and S (out, in) in float64, y' = M y + S x."""
     numbers = {f.name: v.double() for f in fields(s) if isinstance(v := getattr(s, f.name), Tensor)}
     device = next(iter(numbers.values())).device
@@ -237,6 +260,11 @@ class Entry:
 
     def read(self, field: int, *shape: int) -> Tensor:
         return read(self.arena, self.dtype, self.fields[field], *shape)
+
+    def structure(self) -> Structure | None:
+        """In the serving dtype."""
+        offset = self.fields[layout.STRUCTURE]
+        return None if offset < 0 else blocks.unpack(self.arena, offset, self.dtype)
 
     def a(self, inputs: int) -> Tensor:
         return layout.unpack_a(self.read(layout.A, self.rank8 // 8, inputs // 8, 8, 8))

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from scute_sgl import structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.slots import Kronecker, Mix, SharedTerm, Slots, Sparse, Target, Term, Tokens
+from scute_sgl.slots import (
+    BlockAffine, Hadamard, Kronecker, Mix, SharedTerm, Slots, Sparse, Structure, Target, Term, Tokens,
+)  # fmt: skip
 
 
 def shard(slots: Slots, t: Target) -> Slots:
@@ -108,9 +110,7 @@ def _rotation(blocks: Tensor, t: Target) -> Tensor:
     return blocks if count == 1 else blocks[begin // size : end // size]
 
 
-def _structure(
-    s: structured.Structure | None, t: Target, scaled: bool
-) -> tuple[tuple[Term, ...], structured.Structure | None]:
+def _structure(s: Structure | None, t: Target, scaled: bool) -> tuple[tuple[Term, ...], Structure | None]:
     """This rank's part of a structure, or the whole module's terms that stand for it. ``scaled``: its inputs are."""
     if s is None:
         return (), None
@@ -125,6 +125,14 @@ def _structure(
         if over_rows or over_columns or scaled:
             return (structured.as_term(s),), None
         return (), replace(s, w1=s.w1[slice(*rows), slice(*columns)])
+    if isinstance(s, Hadamard):  # whose W is this rank's part
+        rank = len(s.A)
+        return (), Hadamard(_cut(s.A, t, "A", rank, "in"), _cut(s.B, t, "B", "out", rank))
+    if isinstance(s, BlockAffine):
+        if scaled:
+            hint = f"its blocks take the inputs as they are, not behind this adapter's own norm {t.norm!r}; train without it"
+            raise AdapterError("unsupported_method", hint, module=t.path)
+        return (), _block_affine(s, t)
     if isinstance(s, Sparse):
         own = (s.rows >= t.outputs[0]) & (s.rows < t.outputs[1])
         own &= (s.columns >= t.inputs[0]) & (s.columns < t.inputs[1])
@@ -132,6 +140,17 @@ def _structure(
         rows, columns = s.rows[own] - t.outputs[0], s.columns[own] - t.inputs[0]
         return (), replace(s, rows=rows, columns=columns, values=s.values[own], shape=shape)
     return (), _mix(s, t)
+
+
+def _block_affine(s: BlockAffine, t: Target) -> BlockAffine:
+    r = s.M.shape[1]
+    if s.M.shape != (t.out_features // r, r, r) or t.in_features % r:
+        raise _bad_shape(t, "M", tuple(s.M.shape), f"square blocks that divide {t.out_features} and {t.in_features}")
+    if any(place % r for place in (*t.outputs, *t.inputs)):
+        shards = " x ".join(str(end - begin) for begin, end in (t.outputs, t.inputs))
+        hint = f"blocks of {r} outputs and inputs straddle the tensor-parallel shards of {shards}"
+        raise AdapterError("bad_shape", hint, module=t.path, key="M")
+    return BlockAffine(s.M[t.outputs[0] // r : t.outputs[1] // r])
 
 
 def _mix(s: Mix, t: Target) -> Mix:

@@ -2,8 +2,8 @@
 
     F(x) = mix( gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k + x S^T ) )
 
-x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product or a
-sparse matrix, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
+x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product, a sparse
+matrix or something made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
 takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
 An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike. One with rows of
 the vocabulary of its own has them in place of the base's: F(x)_t = x . row_t in an output head, row_t in an embedding.
@@ -82,6 +82,27 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Hadamard:
+    """S = W o (B A), the base weight (out, in) times a low-rank matrix, element by element: of any rank itself.
+
+    A is (rank, in), B is (out, rank); a scalar is already in B.
+    """
+
+    A: Tensor
+    B: Tensor
+
+
+@dataclass(frozen=True)
+class BlockAffine:
+    """S of W's square blocks: block (k, n), of outputs k and inputs n, of S is W_kn M_k + M_k.
+
+    M (out / r, r, r): one matrix for each r outputs.
+    """
+
+    M: Tensor
+
+
+@dataclass(frozen=True)
 class Mix:
     """Output a and output a + group / 2 of each group of outputs are a pair: y * f1 + (-second, first) * f2.
 
@@ -92,6 +113,9 @@ class Mix:
     f2: Tensor
     group: int
     one_each: bool = False
+
+
+Structure = Kronecker | Sparse | Hadamard | BlockAffine | Mix
 
 
 @dataclass(frozen=True)
@@ -137,7 +161,7 @@ class Slots:
     gain: Tensor | None = None  # (out,) scales everything, bias and terms included ((IA)3)
     input_scale: Tensor | None = None  # (in,): R = diag(input_scale)
     rotation: Tensor | None = None  # (in / b or 1, b, b) blocks of R; x_block @ block; a single block serves all
-    structure: Kronecker | Sparse | Mix | None = None
+    structure: Structure | None = None
     tokens: Tokens | None = None  # own rows; of an embedding or output head that has nothing else but a norm
     norm: Tensor | None = None  # (in,): trained over base weight of the norm before the layer; the fold sets it
 
@@ -157,7 +181,7 @@ class Folded:
     bias: Tensor | None = None
     rotation: Tensor | None = None
     shared: SharedTerm | None = None
-    structure: Kronecker | Sparse | Mix | None = None
+    structure: Structure | None = None
     tokens: Tokens | None = None
 
 

@@ -6,6 +6,8 @@ A block begins with a header of STRUCTURE_HEADER int32 words; each tensor after 
     SPARSE, out, in, n, bytes  int32 [out + 1] where each row's values begin and end; columns of 2 or 4 bytes [n];
                                values [n]
     MIX, out, group, one_each  f1 - 1, f2: [out], or with one_each [out / 2]
+    HADAMARD, out, in, rank8   A and B, packed as those of a low-rank term (layout.py)
+    BLOCK_AFFINE, out, r       M, each of its matrices transposed [out / r][r][r]
 
 The last dimension is what neighbouring threads read. Columns have 2 bytes where this rank has up to 65,536 inputs.
 """
@@ -19,9 +21,9 @@ from torch import Tensor
 
 from scute_sgl import layout
 from scute_sgl.linalg import dense, kronecker_term
-from scute_sgl.slots import Kronecker, Mix, Sparse, Term
+from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse, Structure, Term
 
-Structure = Kronecker | Sparse | Mix
+OF_WEIGHT = Hadamard, BlockAffine  # S is made of W, which the op reweigh reads
 
 
 def fits(s: Kronecker) -> bool:
@@ -44,6 +46,10 @@ def sizes(s: Structure) -> tuple[int, int | None]:
     if isinstance(s, Kronecker):
         o, q = s.inner
         return len(s.w1) * o, s.w1.shape[1] * q
+    if isinstance(s, Hadamard):
+        return len(s.B), s.A.shape[1]
+    if isinstance(s, BlockAffine):
+        return s.M.shape[0] * s.M.shape[1], None
     return s.shape if isinstance(s, Sparse) else (len(s.f1) * (1 + s.one_each), None)
 
 
@@ -78,6 +84,12 @@ def parts(s: Structure) -> dict[str, Tensor]:
         header = layout.SPARSE, *s.shape, len(s.values), index.itemsize
         ends = torch.searchsorted(s.rows, torch.arange(s.shape[0] + 1)).int()
         found = {"rows": ends, "columns": s.columns.to(index), "values": s.values}
+    elif isinstance(s, Hadamard):
+        header = layout.HADAMARD, *sizes(s), layout.round_up(len(s.A), layout.RANK_STEP)
+        found = {"A": layout.pack_a(s.A), "B": layout.pack_b(s.B)}
+    elif isinstance(s, BlockAffine):
+        header = layout.BLOCK_AFFINE, sizes(s)[0], s.M.shape[1]
+        found = {"M": s.M.transpose(1, 2)}
     else:
         header = layout.MIX, sizes(s)[0], s.group, int(s.one_each)
         found = {"f1": s.f1, "f2": s.f2}
@@ -106,5 +118,12 @@ def unpack(data: Tensor, offset: int, dtype: torch.dtype) -> Structure:
         columns = take(torch.uint16 if index_bytes == 2 else torch.int32, n).to(torch.int64)
         rows = torch.arange(outputs, device=data.device).repeat_interleave(counts)
         return Sparse(rows, columns, take(dtype, n), (outputs, inputs))
+    if kind == layout.HADAMARD:
+        outputs, inputs, rank8 = words[:3]
+        A = layout.unpack_a(take(dtype, rank8 // 8, inputs // 8, 8, 8))
+        return Hadamard(A, layout.unpack_b(take(dtype, rank8 // 8, outputs, 8)))
+    if kind == layout.BLOCK_AFFINE:
+        outputs, r = words[:2]
+        return BlockAffine(take(dtype, outputs // r, r, r).transpose(1, 2))
     outputs, group, one_each = words[:3]
     return Mix(*(take(dtype, outputs // (1 + one_each)) for _ in range(2)), group, bool(one_each))

@@ -103,8 +103,9 @@ SUPPORT = (
     ),
     Support(
         "GLORA", "GLORA",
-        "`config_A_B` vector, constant or none, every form of C, D and E, `bias`, any linear layer and `lm_head`",
-        "s b A B", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
+        "every form of A, B, C, D and E, `bias`, any linear layer and `lm_head`; with matrices it reads W again in every "
+        "step, for S = W ∘ A",
+        "s b A B S", "1 + A → s; b₀D + E + WC → b", reads_weight=True,
     ),
     Support(
         "ADAMSS", "ADAMSS",
@@ -143,6 +144,11 @@ SUPPORT = (
         "b A B", "blocks and zeros → A, B of rank k r; alpha / (r + hybrid_r) → B",
     ),
     Support(
+        "HIRA", "HIRA",
+        "rank patterns, any linear layer and `lm_head`; reads W again in every step, for S = W ∘ BA",
+        "S", "",
+    ),
+    Support(
         "LOHA", "LOHA",
         "rank and alpha patterns, any linear layer and `lm_head`",
         "A B", "rank r² → A, B; alpha / r → B",
@@ -154,8 +160,9 @@ SUPPORT = (
     ),
     Support(
         "MISS", "MISS BONE",
-        "all but `init_weights=\"bat\"`, `bias`, any linear layer and `lm_head`",
-        "b A B", "sums of inputs → A",
+        "all `init_weights`, `bias`, any linear layer and `lm_head`; \"bat\" reads W again in every step, for S = WM + M in "
+        "blocks, and tensor parallelism must not cut those",
+        "b A B S", "sums of inputs → A",
     ),
     Support(
         "POLY", "POLY",

@@ -1,11 +1,11 @@
-"""GLoRA, with vectors or constants in the place of its matrices: A, B, C, D and E change weight and bias.
+"""GLoRA: A, B, C, D and E, each a low-rank matrix, a vector, a constant or nothing, change weight and bias.
 
     F(x) = (x W) * s + b + (x 1) B^T,   s = 1 + A (out,),   1 = ones (in, 1),   B (out, 1)
+    F(x) = x W + b + x S^T + (x Xu_B^T) Xd_B^T,   S = W o (Xd_A Xu_A)   with config_A_B="lora", PEFT's default
     b = b0 + b0 * D + E + W C   with W as (out, in), if the layer has a bias b0
 
-A path that is switched off, and C, D and E of a layer without a bias, are zeros in the file. In 16 bit PEFT rounds
-W * s + B once more; here it stays exact. With config_A_B="lora", PEFT's default, A is a matrix that scales every
-element of W: that needs W in every step and is refused.
+S reads W again in every step. A path that is switched off, and C, D and E of a layer without a bias, are zeros in the
+file. In 16 bit PEFT rounds the sum of W and its changes once more; here it stays exact.
 
 Checked against peft/tuners/glora/layer.py of PEFT 0.21.2.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 from scute_sgl.errors import AdapterError
 from scute_sgl.methods import common
 from scute_sgl.names import Module, group
-from scute_sgl.slots import Adapter, BaseShape, FromWeight, Slots, Term
+from scute_sgl.slots import Adapter, BaseShape, FromWeight, Hadamard, Slots, Term
 
 FIELDS = {"target_modules": None, "r": 8, "bias": "none"}
 FIELDS |= {"config_A_B": "lora", "config_C": "lora", "config_D_E": "constant"}
 FORMS = {
-    "config_A_B": ("vector", "constant", "none"),
+    "config_A_B": ("lora", "vector", "constant", "none"),
     "config_C": ("lora", "vector", "none"),
     "config_D_E": ("vector", "constant", "none"),
 }
@@ -34,9 +34,6 @@ PARAMETERS = tuple(f"glora_{path}.{name}" for path in "ABCDE" for name in ("X", 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
     c = common.settings(config, FIELDS, NEUTRAL)
     r = common.rank(c["r"])
-    if c["config_A_B"] == "lora":
-        hint = 'found "lora", which scales every element of W; want vector, constant or none'
-        raise AdapterError("unsupported_method", hint, key="config_A_B")
     for name, forms in FORMS.items():
         if c[name] not in forms:
             raise AdapterError("bad_config", f"found {c[name]!r:.80}, want one of {', '.join(forms)}", key=name)
@@ -44,11 +41,16 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "GLoRA")
         inputs, outputs = module.in_features, module.out_features
-        A, B = (_path(module, name, c["config_A_B"], (outputs, 1), (outputs, inputs)) for name in "AB")
+        if matrices := c["config_A_B"] == "lora":
+            A, B = (_factors(module, name, r) for name in "AB")
+        else:
+            A, B = (_path(module, name, c["config_A_B"], (outputs, 1), (outputs, inputs)) for name in "AB")
         D, E = (_path(module, name, c["config_D_E"], (outputs,), (outputs,), biased=True) for name in "DE")
         C = _path_c(module, c["config_C"], r)
-        scale, terms, from_weight = None, (), None
-        if A is not None:
+        scale, terms, structure, from_weight = None, (), None, None
+        if matrices:
+            terms, structure = (Term(*B),), Hadamard(*A)
+        elif A is not None:
             outputs = outputs or 1  # without a base a constant has no known width
             scale = (1 + A.double().flatten()).expand(outputs) if len(A) == 1 else 1 + A.double().flatten()
             terms = (Term(torch.ones(1, len(C)), B.reshape(-1, 1).expand(len(scale), 1)),)
@@ -63,10 +65,16 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
 
         if D is not None or E is not None or C.any():
             from_weight = FromWeight(finish, right=C)
-        return Slots(terms=terms, scale=scale, from_weight=from_weight)
+        return Slots(terms=terms, scale=scale, from_weight=from_weight, structure=structure)
 
     modules, _ = group(tensors, base, PARAMETERS)
     return common.build("GLORA", config, modules, read_one)
+
+
+def _factors(module: Module, name: str, r: int) -> tuple[Tensor, Tensor]:
+    """Xu (r, in) and Xd (out, r), whose product Xd Xu is the path's matrix."""
+    Xu = module.need(f"glora_{name}.Xu", r, module.in_features)
+    return Xu, module.need(f"glora_{name}.Xd", module.out_features, r)
 
 
 def _path(
