@@ -49,6 +49,7 @@ OTHERS = (
     _recipe("PVERA", "PveraConfig", LINEARS, 0.07, {"pvera_lambda_d": drawn, "pvera_lambda_b": scaled}, r=128),
     _recipe("FOURIERFT", "FourierFTConfig", FEW, 3.0, {"fourierft_spectrum": scaled}, n_frequency=200),
     _recipe("WAVEFT", "WaveFTConfig", FEW, 0.008, {"waveft_spectrum": scaled}, n_frequency=512),
+    _recipe("HIRA", "HiraConfig", LINEARS, 0.05, {"hira_A": drawn, "hira_B": scaled}, r=8),
     _recipe("HRA", "HRAConfig", ["v_proj", "up_proj"], 0.3, {"hra_u": around}, r=32),
     _recipe("DEFT", "DeftConfig", LINEARS, 1.2, {"deft_P": kept, "deft_R": around}, r=16),
     _recipe("PEANUT", "PeanutConfig", LINEARS, 0.05, {"peanut_": kept, "peanut_B": scaled}, r=16),
