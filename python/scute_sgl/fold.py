@@ -26,7 +26,9 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Structure, Target, Term
+from scute_sgl.slots import (
+    Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Structure, Target, Term,
+)  # fmt: skip
 from scute_sgl.structured import OF_WEIGHT, as_rounded
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)

@@ -3,8 +3,9 @@
     F(x) = mix( gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k + x S^T ) )
 
 x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product, a sparse
-matrix or something made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
-takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
+matrix or one made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the
+base's included. ``mix`` takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is
+the identity.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
 
