@@ -47,7 +47,7 @@ OTHERS = (
     _lora("OLORA", FEW, 0.5, {"lora_A": around, "lora_B": around}, init_lora_weights="olora"),
     _lora("KASA", V, 0.5, {"lora_A": kept, "lora_B": tenth, "lora_diag": drawn}, kasa_config=peft.KasaConfig()),
     _recipe("PVERA", "PveraConfig", LINEARS, 0.07, {"pvera_lambda_d": drawn, "pvera_lambda_b": scaled}, r=128),
-    _recipe("FOURIERFT", "FourierFTConfig", FEW, 3.0, {"fourierft_spectrum": scaled}, n_frequency=200),
+    _recipe("FOURIERFT", "FourierFTConfig", FEW, 3.0, {"fourierft_spectrum": scaled}, n_frequency=120),
     _recipe("WAVEFT", "WaveFTConfig", FEW, 0.008, {"waveft_spectrum": scaled}, n_frequency=512),
     _recipe("HIRA", "HiraConfig", LINEARS, 0.05, {"hira_A": drawn, "hira_B": scaled}, r=8),
     _recipe("HRA", "HRAConfig", ["v_proj", "up_proj"], 0.3, {"hra_u": around}, r=32),
@@ -59,7 +59,7 @@ OTHERS = (
     ),
     _recipe("ADAMSS", "AdamssConfig", FEW, 0.1, {"adamss_A": kept, "adamss_B": scaled}, r=16, subspace_rank=4),
     _recipe("OSF", "OSFConfig", V, 0.3, {"osf_svd_params": around}),
-    _recipe("ADALORA", "AdaLoraConfig", LINEARS, 0.7, {"lora_": kept, "lora_E": scaled}, total_step=1, lora_alpha=16),
+    _recipe("ADALORA", "AdaLoraConfig", LINEARS, 0.7, {"lora_": kept, "lora_E": scaled, "ranknum": kept}, total_step=1, lora_alpha=16),
     _recipe("BEFT", "BeftConfig", LINEARS, 0.03, {"beft_bias": scaled}),
     _recipe("BOFT", "BOFTConfig", FEW, 0.05, {"boft_R": scaled, "boft_s": around}, boft_block_size=8),
     _recipe(
@@ -75,7 +75,7 @@ OTHERS = (
     ),
     _recipe("LN_TUNING", "LNTuningConfig", ["input_layernorm", "post_attention_layernorm"], 0.1, {"ln_tuning": around}),
     _recipe("ROAD", "RoadConfig", SPLIT_BY_OUTPUTS, 0.05, {"road_theta": scaled, "road_alpha": around}, group_size=16),
-    _recipe("SHIRA", "ShiraConfig", LINEARS, 0.01, {"shira_weight": scaled}, r=8),
+    _recipe("SHIRA", "ShiraConfig", FEW, 0.04, {"shira_weight": scaled}, r=16),
     _recipe("SUPERTUNING", "SupertuningConfig", FEW, 0.02, {"supertuning_": scaled}),
     _recipe("TINYLORA", "TinyLoraConfig", V, 0.7, {"tinylora_v": scaled}),
     _recipe(

@@ -93,9 +93,9 @@ __device__ __forceinline__ void hadamard(const Part<T>& part, const Structure& s
   }
 }
 
-// The same by tensor cores, for 16-bit numbers. Every warp has the CTA's 32 columns, and every 8th 32 inputs: lane 4 g + t
-// has columns 8 o + g and inputs 8 t .. of B A, made as two products of 16 columns by 8 inputs for each pair 2 q, 2 q + 1
-// of them. Nothing is rounded before the sum: B and A are exact, and W is multiplied by float32 products.
+// The same by tensor cores, for 16-bit numbers. Every warp has the CTA's 32 columns, and every 8th 32 inputs: lane
+// 4 g + t has columns 8 o + g and inputs 8 t .. of B A, made as two products of 16 columns by 8 inputs for each pair
+// 2 q, 2 q + 1 of them. Nothing is rounded before the sum: B and A are exact, and their product with W is float32.
 template <typename T, int kRows>
 __device__ __forceinline__ void hadamard_products(const Part<T>& part, const Structure& s, const char* data,
                                                   Sums<kRows>& sums) {
@@ -247,9 +247,9 @@ __device__ __forceinline__ void add_over_warps(const Part<T>& part, const Sums<k
   __syncthreads();  // the next tenant's sums
 }
 
-// Grid: (tile of all slices, group of kRows rows), groups innermost: those of a tile follow one another, so that all but
-// the first find its weights in the cache. A CTA takes the tenants of its group one after the other. How a row is summed
-// depends neither on the other rows nor on how many a CTA has.
+// Grid: (tile of all slices, group of kRows rows), groups innermost: those of a tile follow one another, so that all
+// but the first find its weights in the cache. A CTA takes the tenants of its group one after the other. How a row is
+// summed depends neither on the other rows nor on how many a CTA has.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kReweighThreads, 2) reweigh_kernel(const __grid_constant__ ReweighParams p) {
   __shared__ alignas(16) float u[kRows][kBlockAffineInputs];

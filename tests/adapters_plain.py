@@ -112,7 +112,7 @@ PLAIN: dict[str, Writer] = {
     "gralora_hybrid": _gralora(r=8, gralora_k=4, hybrid_r=3, alpha=6, bias="all"),
     "hira": _hira(r=6),
     "hira_near": _hira_near(),
-    "hira_patterns": _hira(r=4, rank_pattern={"k_proj": 9, r"layers\.1\.mlp\.up_proj": 1}, target_modules=[*ALL, "lm_head"]),
+    "hira_patterns": _hira(r=4, rank_pattern={"k_proj": 9}, target_modules=[*ALL, "lm_head"]),  # PEFT gives it 4 too
     "hira_layers": _hira(layers_to_transform=[1], init_weights="gaussian", target_modules=["q_proj", "down_proj"]),
     "loha": _loha(r=4, alpha=6),
     "loha_patterns": _loha(r=8, rank_pattern={"q_proj": 2, "gate_proj": 16}, alpha_pattern={"k_proj": 4}),

@@ -196,7 +196,9 @@ def test_a_kronecker_product_without_room_for_its_sums_is_refused():
             pack({0: (t, Folded(structure=s))}, torch.float16)
 
 
-@pytest.mark.parametrize("name, key", [("sparse", "values"), ("mix", "f2"), ("split", "w2"), ("hadamard", "A"), ("hadamard", "B")])
+@pytest.mark.parametrize("name, key", [
+    ("sparse", "values"), ("mix", "f2"), ("split", "w2"), ("hadamard", "A"), ("hadamard", "B"), ("block_affine", "M"),
+])  # fmt: skip
 def test_a_structure_that_is_not_finite_in_the_serving_dtype_is_refused_by_name(name, key):
     t = TARGETS[Q_PROJ]
     s = fold(random_slots(t, name), t).structure

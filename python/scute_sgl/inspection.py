@@ -162,7 +162,7 @@ def _targets_of(adapter: Adapter) -> dict[str, Target] | None:
         return None
     targets = {}
     for number, (path, s) in enumerate(adapter.modules.items()):
-        product = s.structure if isinstance(s.structure, (Kronecker, Hadamard)) else None  # others do not tell both widths
+        product = s.structure if isinstance(s.structure, (Kronecker, Hadamard)) else None  # what has both widths
         more = s.shared, s.from_weight, s.magnitude, s.base_weight, s.scale, s.gain, s.input_scale
         more += (None if product else s.structure,)
         if any(slot is not None for slot in more) or any(M.is_meta for term in s.terms for M in (term.A, term.B)):

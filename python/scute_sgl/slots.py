@@ -3,10 +3,11 @@
     F(x) = mix( gain * ( ((x R) W) * s + b + sum_k ((x A_k^T) * d_k) B_k^T * e_k + x S^T ) )
 
 x is a row vector, W is the base weight transposed to (in, out). The low-rank terms and S, a Kronecker product, a sparse
-matrix or something made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the base's included. ``mix``
-takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is the identity.
-An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike. One with rows of
-the vocabulary of its own has them in place of the base's: F(x)_t = x . row_t in an output head, row_t in an embedding.
+matrix or one made of the base weight, take the input before R and are not scaled by s. ``b`` is the total bias, the
+base's included. ``mix`` takes pairs of outputs. A module has S or a mix, not both: its ``structure``. An absent slot is
+the identity. An adapter with norms of its own gives the layers behind them x * norm for x, in R and the terms alike. One
+with rows of the vocabulary of its own has them in place of the base's: F(x)_t = x . row_t in an output head, row_t in an
+embedding.
 Readers in ``methods/`` fill a :class:`Slots` from a checkpoint alone; ``fold.py`` turns it, with the base
 weight, into the :class:`Folded` tensors that the kernels apply to a base output y that holds the base bias:
 

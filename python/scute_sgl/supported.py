@@ -160,8 +160,8 @@ SUPPORT = (
     ),
     Support(
         "MISS", "MISS BONE",
-        "all `init_weights`, `bias`, any linear layer and `lm_head`; \"bat\" reads W again in every step, for S = WM + M in "
-        "blocks, and tensor parallelism must not cut those",
+        "all `init_weights`, `bias`, any linear layer and `lm_head`; \"bat\" reads W again in every step, for "
+        "S = WM + M in blocks, and tensor parallelism must not cut those",
         "b A B S", "sums of inputs → A",
     ),
     Support(
