@@ -15,7 +15,8 @@ from pathlib import Path
 
 import record
 import torch
-from bench_ops import MODELS, copy_bandwidth, fused_layers, graph_of, microseconds
+from op_cases import MODELS, fused_layers
+from timing import copy_bandwidth, graph_of, microseconds
 
 from scute_sgl import layout, ops
 

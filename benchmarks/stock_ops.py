@@ -20,7 +20,7 @@ from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 if TYPE_CHECKING:
-    from bench_ops import Bench, Workload
+    from op_cases import Bench, Workload
 
 BACKENDS = {"triton": TritonLoRABackend, "csgmv": ChunkedSgmvLoRABackend}
 CLASSES = {

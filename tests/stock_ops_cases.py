@@ -36,7 +36,7 @@ class OnTheCpu(TorchFunctionMode):
 
 
 def bench_of(rows: int, tenants: int, inputs: int, outputs: tuple[int, ...], dtype: torch.dtype) -> SimpleNamespace:
-    """What stock_ops reads of bench_ops.Bench."""
+    """What stock_ops reads of op_cases.Bench."""
     return SimpleNamespace(
         x=torch.randn(rows, inputs).to(dtype),
         y=torch.randn(rows, sum(outputs)).to(dtype),

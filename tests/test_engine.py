@@ -22,7 +22,7 @@ ADAPTERS = {
     ],
     "mistral": ["dora", "ia3", "vera", "oft_exact", "unilora", "lokr_both", "ln_tuning", "lora_tokens_saves_norms"],
 }  # fmt: skip
-PROMPTS = [prompt(i) for i in range(20)]
+PROMPTS = [prompt(i) for i in range(24)]
 ENVIRONMENT = {
     "SGLANG_PLUGINS": "scute",
     "SGLANG_ENABLE_LOGPROB_CHUNK": "1",

@@ -116,5 +116,5 @@ def test_the_batch_must_be_one_and_replayed(tenants, methods, replays, device, w
     replies = iter([{"replays": 9}, "answers", state | {"replays": 9 + replays}])
     engine = Namespace(ask=lambda *_, **__: next(replies))
     args = Namespace(new_tokens=24, device=device)
-    answers, found = exactness.answer(engine, ["lora_r8", "hra", None], every_method.recipes(), args)
+    answers, found = exactness.answer(engine, ["lora_r8", "hra", None], {}, every_method.recipes(), args)
     assert answers == "answers" and (wrong in found if wrong else found == "")

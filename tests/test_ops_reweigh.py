@@ -9,7 +9,7 @@ from ops_checks import check_update, on_cpu, one_row, same_bits
 from test_ops_structured import make
 
 from scute_sgl import layout, ops, reference
-from scute_sgl.slots import BlockAffine, Hadamard
+from scute_sgl.slots import Hadamard
 from scute_sgl.structured import OF_WEIGHT
 
 WIDTHS = (136, 24, 13)  # of the last no block but 1 x 1 is a divisor

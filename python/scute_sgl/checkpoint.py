@@ -18,6 +18,7 @@ from torch import Tensor
 from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import all_finite
 from scute_sgl.methods import METHODS, NOT_SERVED
+from scute_sgl.names import is_embedding, is_head
 from scute_sgl.slots import Adapter, BaseShape
 
 CONFIG, WEIGHTS, ADDED_TOKENS = "adapter_config.json", "adapter_model.safetensors", "added_tokens.json"
@@ -38,6 +39,13 @@ DTYPES = {
     "U8": torch.uint8,
 }
 NOT_READ = ("BOOL", "I8", "U16", "U32", "U64", "C64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # safetensors' others
+
+
+def max_file_bytes(values: int, base: BaseShape) -> int:
+    """Of a file whose adapter may fit in arenas of ``values`` values: in float64, and with the whole embedding and
+    output head, which PEFT saves too when it adapts them."""
+    copies = sum(math.prod(shape) for path, shape in base.items() if is_embedding(path) or is_head(path))
+    return min(MAX_BYTES, MAX_HEADER + 8 * (values + copies))
 
 
 def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> tuple[dict, dict[str, Tensor]]:

@@ -28,10 +28,8 @@ from scute_sgl.errors import AdapterError
 from scute_sgl.linalg import full_float32, product
 from scute_sgl.resolve import fold_gates, fold_norms, is_split, products, resolve
 from scute_sgl.shard import shard
-from scute_sgl.slots import (
-    Adapter, BlockAffine, Folded, Hadamard, Kronecker, Mix, Slots, Sparse, Structure, Target, Term, Tokens,
-)  # fmt: skip
-from scute_sgl.structured import OF_WEIGHT, as_rounded
+from scute_sgl.slots import Adapter, Folded, Kronecker, Mix, Slots, Sparse, Target, Term, Tokens
+from scute_sgl.structured import OF_WEIGHT, folded_structure
 
 SCRATCH = 1 << 22  # float32 elements of W in work at a time (16 MiB)
 Result = TypeVar("Result")
@@ -162,7 +160,7 @@ def _fold(slots: Slots, t: Target, squares: Tensor | None, adds_bias: bool) -> F
         bias=_shift(slots, t, product(dora, slots.scale), adds_bias),
         rotation=_rotation(slots),
         shared=shared,
-        structure=_structure(slots, t),
+        structure=folded_structure(slots.structure, slots.norm, t.weight),
         tokens=slots.tokens and Tokens(slots.tokens.ids, product(slots.tokens.rows, slots.norm).float()),
     )
 
@@ -198,23 +196,6 @@ def _rotation(slots: Slots) -> Tensor | None:
     if slots.norm is not None:
         blocks = slots.norm.double().view(-1, blocks.shape[-1], 1) * blocks
     return (blocks - torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)).float()
-
-
-def _structure(slots: Slots, t: Target) -> Structure | None:
-    s = slots.structure
-    if isinstance(s, Mix):
-        return replace(s, f1=(s.f1.double() - 1).float(), f2=s.f2.float())
-    if isinstance(s, Sparse):
-        values = as_rounded(s, t.weight()) if s.rounded else s.values
-        by = None if slots.norm is None else slots.norm[s.columns]
-        return replace(s, values=product(values, by).float(), rounded=False)
-    if isinstance(s, Hadamard):
-        return Hadamard(product(s.A, slots.norm).float(), s.B.float())
-    if isinstance(s, BlockAffine):
-        return BlockAffine(s.M.float())
-    if isinstance(s, Kronecker):
-        return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
-    return None
 
 
 def _join(terms: tuple[Term, ...]) -> tuple[Tensor | None, Tensor | None]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from scute_sgl import layout, structured
 from scute_sgl.errors import AdapterError
-from scute_sgl.linalg import all_finite
-from scute_sgl.slots import BlockAffine, Folded, Hadamard, Kronecker, SharedTerm, Structure, Target, Tokens
+from scute_sgl.packer import Packer, check_width, view
+from scute_sgl.slots import Folded, SharedTerm, Structure, Target, Tokens
 
 MAX_FIELD = 0xFFFF  # rank8 and the rotation block have 16 bits each in META
 
@@ -63,7 +63,7 @@ def pack(folded: Mapping[int, tuple[Target, Folded]], dtype: torch.dtype, pin: b
     is not finite in ``dtype``, or where modules share different matrices; ``bad_shape`` where a size does not fit the
     layout.
     """
-    packer = _Packer(dtype)
+    packer = Packer(dtype)
     entries = torch.full((max(folded, default=-1) + 1, layout.FIELDS), -1, dtype=torch.int64)
     entries[:, layout.META] = 0
     live, rank_max, shared, rotation, tokens = 0, 0, None, None, None
@@ -125,7 +125,7 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
     inputs, outputs = t.inputs[1] - t.inputs[0], t.outputs[1] - t.outputs[0]
 
     def get(field: int, *shape: int) -> Tensor | None:
-        return None if entry[field] < 0 else _view(image.data, entry[field], shape, image.dtype).float()
+        return None if entry[field] < 0 else view(image.data, entry[field], shape, image.dtype).float()
 
     if t.kind == "embedding":
         A = get(layout.A, inputs, rank8)
@@ -138,8 +138,8 @@ def _unpack(image: Image, module: int, t: Target) -> Folded:
     shared = None
     if entry[layout.D] >= 0:
         s = image.shared
-        shared_a = _view(s.data, 0, (s.rank8 // 8, s.inputs // 8, 8, 8), image.dtype).float()
-        shared_b = _view(s.data, s.b, (s.rank8 // 8, s.outputs, 8), image.dtype).float()
+        shared_a = view(s.data, 0, (s.rank8 // 8, s.inputs // 8, 8, 8), image.dtype).float()
+        shared_b = view(s.data, s.b, (s.rank8 // 8, s.outputs, 8), image.dtype).float()
         d, e = get(layout.D, s.rank8), get(layout.E, outputs)
         shared = SharedTerm(layout.unpack_a(shared_a), layout.unpack_b(shared_b), d, e)
     return Folded(
@@ -170,71 +170,9 @@ def _unpack_tokens(image: Image, offset: int, t: Target) -> Tokens:
     return Tokens(ids.long(), rows.float())
 
 
-class _Packer:
-    """Collects tensors in the serving dtype, then lays them into one buffer."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.size, self.parts = dtype, 0, []
-
-    def add(self, tensor: Tensor, t: Target, name: str, pack: Callable[[Tensor], Tensor] = Tensor.contiguous) -> int:
-        """Offset of the packed tensor. AdapterError ``bad_config`` if a value is not finite in the dtype."""
-        return self.append(pack(self._cast(tensor, t, name)))
-
-    def pack_tokens(self, tokens: Tokens, t: Target) -> Tensor:
-        return layout.pack_rows(tokens.ids, self._cast(tokens.rows, t, "rows"))
-
-    def append(self, packed: Tensor) -> int:
-        offset = self.size
-        self.parts.append((offset, packed))
-        self.size = layout.round_up(offset + packed.numel() * packed.element_size(), layout.ALIGN)
-        return offset
-
-    def _cast(self, tensor: Tensor, t: Target, name: str) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        cast = tensor.to(self.dtype)
-        if not cast.is_meta and not all_finite(cast):
-            largest = tensor.abs().max().item()
-            hint = f"largest value {largest:g} is not finite in {str(self.dtype).removeprefix('torch.')}"
-            raise AdapterError("bad_config", hint, module=t.path, key=name)
-        return cast
-
-    def add_structure(self, s: Structure, t: Target) -> int:
-        """Offset of its block, whose tensors follow one another."""
-        if isinstance(s, Kronecker) and not structured.fits(s):
-            hint = f"found w1 of {tuple(s.w1.shape)} and {0 if s.w2_b is None else len(s.w2_b)} inner ranks"
-            want = f"want up to {layout.KRONECKER_ROWS} columns, and {layout.KRONECKER_VALUES} columns times ranks"
-            raise AdapterError("too_large", f"{hint}, {want}", module=t.path, key="w1")
-        if isinstance(s, Hadamard):
-            _check_width(t)
-        if isinstance(s, BlockAffine) and s.M.shape[1] > layout.BLOCK_AFFINE_INPUTS:
-            hint = f"found blocks of {s.M.shape[1]} inputs, want up to {layout.BLOCK_AFFINE_INPUTS}"
-            raise AdapterError("too_large", hint, module=t.path, key="M")
-        return [self.add(part, t, name) for name, part in structured.parts(s).items()][0]
-
-    def bytes(self, pin: bool) -> Tensor:
-        device = "meta" if any(packed.is_meta for _, packed in self.parts) else "cpu"
-        data = torch.zeros(layout.round_up(self.size, layout.BLOCK), dtype=torch.uint8, device=device, pin_memory=pin)
-        for offset, packed in self.parts:
-            _view(data, offset, packed.shape, packed.dtype).copy_(packed)
-        return data
-
-
-def _view(data: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return data[offset : offset + nbytes].view(dtype).view(shape)
-
-
 def _checked_pack_a(t: Target) -> Callable[[Tensor], Tensor]:
-    _check_width(t)
+    check_width(t)
     return layout.pack_a
-
-
-def _check_width(t: Target) -> None:
-    width = t.inputs[1] - t.inputs[0]
-    if width % 8:
-        hint = f"{width} inputs on this rank; the layout needs a multiple of 8"
-        raise AdapterError("bad_shape", hint, module=t.path, key="A")
 
 
 def _fits(value: int, t: Target, what: str) -> int:
@@ -266,7 +204,7 @@ def _pack_set(term: SharedTerm, t: Target, dtype: torch.dtype, pin: bool) -> Sha
     rank, width = term.A.shape
     rank8 = _fits(layout.round_up(rank, layout.RANK_STEP), t, "rank")
     A = torch.nn.functional.pad(term.A, (0, -width % 8))  # nobody reads past a layer's own inputs
-    packer = _Packer(dtype)
+    packer = Packer(dtype)
     packer.add(A, t, "shared A", layout.pack_a)
     b = packer.add(term.B, t, "shared B", layout.pack_b)
     shared = SharedSet("", packer.bytes(pin), b, rank8, A.shape[1], term.B.shape[0])

@@ -7,7 +7,6 @@ are not used. Nothing that an adapter's files or a request hold makes a method h
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,18 +18,17 @@ from sglang.srt.lora.utils import generate_sequence_lengths, get_lm_head_pruned_
 
 from scute_sgl import build, hooks, image, invocation, ops, targets
 from scute_sgl.backend import built_by_manager
-from scute_sgl.checkpoint import MAX_BYTES, MAX_HEADER, read_adapter
+from scute_sgl.checkpoint import max_file_bytes, read_adapter
 from scute_sgl.config import LAST_NORM
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import agree, fold_adapter, live_slots, needs_base_weight
 from scute_sgl.hub import local_folder
 from scute_sgl.layers import attach
 from scute_sgl.metrics import TenantMetrics
-from scute_sgl.names import is_embedding, is_head
 from scute_sgl.options import Options
 from scute_sgl.pool import Pool
 from scute_sgl.ranks import Ranks
-from scute_sgl.slots import Adapter, BaseShape, Slots, Target
+from scute_sgl.slots import Adapter, Slots, Target
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,7 @@ class ScuteManager(LoRAManager):
             self.base_shape.norms.pop(LAST_NORM, None)
         self.site_of = {t.module: site.module for site in sites for t in site.targets}
         arena_bytes = self.ranks.min(options.arena_bytes(self.device))  # GPUs of one model may differ a little
-        self.max_file_bytes = _max_file_bytes(arena_bytes * self.ranks.size // self.dtype.itemsize, self.base_shape)
+        self.max_file_bytes = max_file_bytes(arena_bytes * self.ranks.size // self.dtype.itemsize, self.base_shape)
         self.first_pass_checked = False
         self.pool = Pool(
             arena_bytes,
@@ -253,10 +251,3 @@ class ScuteManager(LoRAManager):
         graphs = {"captured": variant.captured, "replays": variant.replays}
         sizes = {"slots": self.max_loras_per_batch, "modules": len(self.targets), "hooks": hooks.count()}
         return {**self.stats, **graphs, **sizes, "pool": self.pool.stats(), "tenants": tenants}
-
-
-def _max_file_bytes(values: int, base: BaseShape) -> int:
-    """Of a file whose adapter may fit in arenas of ``values`` values: in float64, and with the whole embedding and
-    output head, which PEFT saves too when it adapts them."""
-    copies = sum(math.prod(shape) for path, shape in base.items() if is_embedding(path) or is_head(path))
-    return min(MAX_BYTES, MAX_HEADER + 8 * (values + copies))

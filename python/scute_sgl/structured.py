@@ -14,13 +14,15 @@ The last dimension is what neighbouring threads read. Columns have 2 bytes where
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from scute_sgl import layout
-from scute_sgl.linalg import dense, kronecker_term
+from scute_sgl.linalg import dense, kronecker_term, product
 from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse, Structure, Term
 
 OF_WEIGHT = Hadamard, BlockAffine  # S is made of W, which the op reweigh reads
@@ -60,7 +62,27 @@ def sparse(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]
     return Sparse(places // shape[1], places % shape[1], sums, shape, rounded)
 
 
-def as_rounded(s: Sparse, W: Tensor) -> Tensor:
+def folded_structure(s: Structure | None, norm: Tensor | None, weight: Callable[[], Tensor]) -> Structure | None:
+    """What the ops need of a rank's part: float32, f1 - 1, inputs times ``norm`` (in,), values as W's dtype leaves them.
+
+    Where a norm cannot be multiplied in, shard.py has made a term of the structure or refused it.
+    """
+    if isinstance(s, Mix):
+        return replace(s, f1=(s.f1.double() - 1).float(), f2=s.f2.float())
+    if isinstance(s, Sparse):
+        values = _as_rounded(s, weight()) if s.rounded else s.values
+        by = None if norm is None else norm[s.columns]
+        return replace(s, values=product(values, by).float(), rounded=False)
+    if isinstance(s, Hadamard):
+        return Hadamard(product(s.A, norm).float(), s.B.float())
+    if isinstance(s, BlockAffine):
+        return BlockAffine(s.M.float())
+    if isinstance(s, Kronecker):
+        return replace(s, w1=s.w1.float(), w2=s.w2.float(), w2_b=None if s.w2_b is None else s.w2_b.float())
+    return None
+
+
+def _as_rounded(s: Sparse, W: Tensor) -> Tensor:
     """round(W + value) - W for every value, float32 on the host: W's own dtype decides what is left."""
     base = W[s.rows.to(W.device), s.columns.to(W.device)]
     wide = torch.promote_types(base.dtype, torch.float32)
