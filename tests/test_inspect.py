@@ -121,7 +121,8 @@ def test_any_rank_may_hold_the_larger_part(root, name):
     """Values at places of their own are not shared out evenly."""
     folder, base = folder_of(root, name), config.read_base(make_base("qwen2", root), torch.float16, 2)
     for first in (0, 1):
-        found = row(look(folder, replace(base, targets=base.targets[:: 1 - 2 * first]), torch.float16), base, torch.float16)
+        turned = replace(base, targets=base.targets[:: 1 - 2 * first])
+        found = row(look(folder, turned, torch.float16), turned, torch.float16)
         assert found["servable"], found["reason"]
 
 
