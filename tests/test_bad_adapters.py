@@ -199,3 +199,13 @@ def test_a_changed_base_is_refused_while_a_fold_depends_on_it(server, kit, befor
         text = "weight_update_group"  # those releases first receive the weights, and nobody sends any here
     assert status == 400 and text in reply["message"], reply
     assert before()
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, -3, 7], [], [[]], [[5], []], [[], [5]], [[5], [-1]]])
+@pytest.mark.parametrize("name", [None, "alora"])
+def test_prompts_that_would_end_the_server_are_refused(server, before, loaded, ids, name):
+    loaded("alora")
+    body = {"input_ids": ids, "lora_path": name, "sampling_params": {"max_new_tokens": 2}}
+    status, reply = server.call("/generate", body)
+    assert status == 400 and "input_ids" in str(reply), reply
+    assert before()

@@ -268,6 +268,29 @@ def test_places_that_are_not_of_the_weight(method, name):
             read(config(method), tensors(method, **{name: places.float()}))
 
 
+@pytest.mark.parametrize("method, name", [("SHIRA", "shira_indices"), ("SUPERTUNING", "supertuning_indices")])
+@pytest.mark.parametrize("place", [1 << 62, (1 << 63) - 1, -1 << 63])
+def test_places_without_a_base_have_32_bits(method, name, place):
+    wrong = FILES[method][name].long().clone()
+    read(config(method), tensors(method, **{name: wrong}), None)
+    wrong.view(-1)[-1] = place
+    with refused("bad_shape", PATH, name, "want 0 to 2147483647" if place > 0 else "found"):
+        read(config(method), tensors(method, **{name: wrong}), None)
+
+
+@pytest.mark.parametrize("method", ["FOURIERFT", "WAVEFT"])
+def test_numbers_of_a_module_that_the_config_leaves_out(method):
+    for base in (None, BASE):
+        with refused("unknown_key", PATH, "leave it out"):
+            read(config(method, target_modules=[]), tensors(method), base)
+
+
+def test_glora_vectors_without_a_base_are_equally_long():
+    for name in ("glora_A.X", "glora_B.X"):
+        with refused("bad_shape", PATH, "glora_B.X"):
+            read(config("GLORA"), tensors("GLORA", **{name: ones(9, 1)}), None)
+
+
 def test_shira_of_windows_has_the_same_places():
     """PEFT writes them as float32 there, and reads both."""
     file = tensors("SHIRA", shira_indices=SHIRA["shira_indices"].float())

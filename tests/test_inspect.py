@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,16 @@ def test_the_bytes_of_two_ranks_are_those_of_the_larger(root, name):
     whole, half = (row(look(folder, base, torch.float16), base, torch.float16) for base in (one, two))
     assert half["servable"], half["reason"]
     assert whole["bytes"] / 2 <= half["bytes"] < whole["bytes"] and half["shared_bytes"] == whole["shared_bytes"]
+
+
+@pytest.mark.parametrize("name", ["trainable_tokens", "waveft", "supertuning"])
+def test_any_rank_may_hold_the_larger_part(root, name):
+    """Values at places of their own are not shared out evenly."""
+    folder, base = folder_of(root, name), config.read_base(make_base("qwen2", root), torch.float16, 2)
+    for first in (0, 1):
+        turned = replace(base, targets=base.targets[:: 1 - 2 * first])
+        found = row(look(folder, turned, torch.float16), turned, torch.float16)
+        assert found["servable"], found["reason"]
 
 
 def test_what_ranks_cannot_share_is_refused_as_by_a_server(root):

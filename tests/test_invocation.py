@@ -208,6 +208,12 @@ def test_rows_of_every_chunk_and_head_are_those_after_the_start():
         assert head == sum((mine[len(mine) - seen :] for mine, (*_, seen) in zip(want, requests)), [])
 
 
+def test_a_request_without_rows_stays_one():
+    uids = [Activated.at(2, "a"), Activated.at(NEVER, "b")]
+    assert split(uids[:1], [0], [0], [0]) == (("a",), (0,), (0,))
+    assert split(uids, [0, 3], [2, 0], None) == (("a", None), (0, 3), None)
+
+
 def test_a_decoding_row_is_the_adapters_unless_it_was_never_invoked():
     uids = [Activated.at(7, "a"), None, Activated.at(NEVER, "b"), "c"]
     assert rows_of(uids, [1] * 4, None, None) == (["a", None, None, "c"], None)

@@ -8,6 +8,7 @@ import pytest
 from plain_files import BANK, FILES, THETA, read_changed
 from small_files import EMBED, PATH, refused
 
+from scute_sgl.errors import NeedsBase
 from scute_sgl.methods import METHODS, common
 
 MAKERS = {
@@ -133,3 +134,70 @@ def test_embeddings_are_refused_by_module(method):
 def test_config_refusals(method, config, code, fragments):
     with refused(code, *fragments):
         read_changed(method, config)
+
+
+LOKR_A_B = {"lokr_w2_a": (8, 1), "lokr_w2_b": (1, 16)}
+
+
+@pytest.mark.parametrize("method, config, shapes, values", [
+    ("LOKR", {}, {"lokr_w1_a": (8, 1), "lokr_w1_b": (1, 16), "lokr_w2": (1, 1)}, 8 * 16 + 1),
+    ("LOKR", {}, {"lokr_w1": (1, 1)} | LOKR_A_B, 1 + 8 * 16),
+    ("LOKR", {}, {"lokr_w1": (1, 600)} | LOKR_A_B, 600 * 16 + 8),  # a term: w1 has too many columns
+    ("LOKR", {"r": 2}, {"lokr_w1": (4, 600), "lokr_w2": (2, 1)}, 4 * (600 + 8)),
+    ("LOHA", {}, dict.fromkeys(("hada_w1_a", "hada_w2_a"), (8, 2)) | dict.fromkeys(("hada_w1_b", "hada_w2_b"), (2, 16)),
+     4 * (8 + 16)),
+])  # fmt: skip
+def test_what_small_matrices_stand_for_is_bounded_before_it_is_made(monkeypatch, method, config, shapes, values):
+    """Without a base, by less: nothing else bounds the sizes there, and one may exist that has them."""
+    file = dict.fromkeys(FILES[method][1]) | {key(name): torch.ones(shape) for name, shape in shapes.items()}
+    for limit in ("MOST_UNBOUNDED", "MAX_VALUES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(common, limit, values - 1)
+            code = refused("too_large", PATH, f"{values} values")
+            with pytest.raises(NeedsBase) if limit == "MOST_UNBOUNDED" else code:
+                read_changed(method, config, file, base=None)
+            patch.setattr(common, limit, values)
+            read_changed(method, config, file, base=None)
+
+
+@pytest.mark.parametrize("method", ["LOKR", "HIRA"])
+def test_the_values_of_structures_count(monkeypatch, method):
+    (module,) = read_changed(method).modules.values()
+    tensors = [t for t in vars(module.structure).values() if isinstance(t, torch.Tensor)]
+    count = sum(t.numel() for t in tensors)
+    moved = {k.replace(PATH, "model.layers.1.mlp.up_proj"): t for k, t in FILES[method][1].items()}
+    monkeypatch.setattr(common, "MAX_VALUES", 2 * count)
+    read_changed(method, tensors=moved)
+    monkeypatch.setattr(common, "MAX_VALUES", 2 * count - 1)
+    with refused("too_large", f"over {2 * count - 1} values"):
+        read_changed(method, tensors=moved)
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_a_file_may_mix_dtypes(method):
+    for odd in FILES[method][1]:
+        mixed = {k: t.double() if k == odd and t.is_floating_point() else t for k, t in FILES[method][1].items()}
+        assert read_changed(method, tensors=mixed).modules.keys() == {PATH}
+        read_changed(method, tensors=mixed, base=None)
+
+
+LOKR_PARTS = {"lokr_w1_a": (2, 3), "lokr_w1_b": (3, 4), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 4)}
+LOHA_PARTS = {"hada_w1_a": (8, 3), "hada_w1_b": (3, 16), "hada_w2_a": (8, 3), "hada_w2_b": (3, 16)}
+
+
+@pytest.mark.parametrize("method, shapes, odd", [
+    *(("LOKR", LOKR_PARTS, odd) for odd in LOKR_PARTS), *(("LOHA", LOHA_PARTS, odd) for odd in LOHA_PARTS),
+])  # fmt: skip
+def test_a_file_may_mix_dtypes_that_are_multiplied(method, shapes, odd):
+    kinds = {name: torch.float64 if name == odd else torch.float16 for name in shapes}
+    mixed = {key(name): torch.ones(shape, dtype=kinds[name]) for name, shape in shapes.items()}
+    read_changed(method, {"r": 3}, dict.fromkeys(FILES[method][1]) | mixed)
+
+
+@pytest.mark.parametrize("method, name, shape", [
+    ("HIRA", "hira_A", (2, 0)), ("HIRA", "hira_B", (0, 2)), ("LOKR", "lokr_w2_a", (0, 1)), ("LOKR", "lokr_w1", (0, 0)),
+    ("LOHA", "hada_w1_b", (2, 0)), ("ADALORA", "lora_A", (3, 0)),
+])  # fmt: skip
+def test_no_layer_has_no_inputs_or_outputs(method, name, shape):
+    with refused("bad_shape", PATH, name, f"found {shape}", "any"):
+        read_changed(method, tensors={key(name): torch.ones(shape)}, base=None)

@@ -212,6 +212,13 @@ def test_refusals_beside_lora(indices, tensors, base, code, fragments):
         read(config, lora_tensors() | tensors, base)
 
 
+@pytest.mark.parametrize("base", [None, BASE])
+def test_ids_have_32_bits(base):
+    for wrong in (1 << 31, 1 << 63, 10**30):
+        with refused("bad_config", "trainable_token_indices", str(wrong), "token ids"):
+            read(lora_config(trainable_token_indices=[3, wrong]), lora_tensors() | {key(WRAPPED, EMBED): rows()}, base)
+
+
 # A server
 
 NAMES = ["trainable_tokens", "trainable_tokens_near", "trainable_tokens_head", "lora_tokens", "lora_tokens_head"]

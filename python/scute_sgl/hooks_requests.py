@@ -110,7 +110,16 @@ def generate_request(original, self, obj, request=None):
         if obj.lora_path is None:
             obj.lora_path = _chosen.get()
         obj.extra_key = _tagged(getattr(obj, "extra_key", None))
+        check_tokens(getattr(obj, "input_ids", None))
     return original(self, obj, request)
+
+
+def check_tokens(prompts: object) -> None:
+    """ValueError, a client's 400, for token ids that end SGLang's scheduler: it looks at ids that are too large, and
+    at an empty prompt that is alone, but lets negative ids and empty prompts of a batch pass."""
+    for ids in prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], list) else [prompts]:
+        if isinstance(ids, list) and (not ids or any(isinstance(i, int) and i < 0 for i in ids)):
+            raise ValueError(f"input_ids: found {ids!r:.80}, want one or more token ids, from 0 on")
 
 
 def _tagged(key):

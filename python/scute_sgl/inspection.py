@@ -74,8 +74,7 @@ def look(folder: Path, base: Base | None, dtype: torch.dtype) -> Found:
         else:
             parts = [_folded(adapter, base, rank) for rank in range(len(base.targets))]
             images = [image.pack(part, dtype) for part in parts]
-            packed = max(images, key=lambda image: image.nbytes)
-            modules = parts[images.index(packed)]
+            modules, packed = max(zip(parts, images), key=lambda pair: pair[1].nbytes)
     except NeedsBase:
         return Found(name, method)
     except Exception as error:  # as a server takes it

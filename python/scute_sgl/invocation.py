@@ -68,8 +68,9 @@ def split(
             before = min(max(uid.first - reach, 0), rows)
         seen = rows if heads is None else heads[i]
         after = rows - before
-        parts += [(None, before, max(seen - after, 0)), (uid, after, min(seen, after))]
-    uids, lengths, seen = zip(*(part for part in parts if part[1]))
+        parts += [(None, before, max(seen - after, 0))] if before else []
+        parts += [(uid, after, min(seen, after))] if after or not before else []  # a request may have no rows at all
+    uids, lengths, seen = zip(*parts)
     return uids, lengths, None if heads is None else seen
 
 

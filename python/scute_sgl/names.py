@@ -53,13 +53,14 @@ class Module:
         return is_embedding(self.path)
 
     def take(self, name: str, *want: int | None, integer: bool = False) -> Tensor | None:
-        """The tensor, no longer listed; None if the file lacks it. None in ``want`` allows any size."""
+        """The tensor, no longer listed; None if the file lacks it. None in ``want`` allows any size but 0."""
         if name not in self.tensors:
             return None
         found = self.tensors.pop(name)
         if found.is_floating_point() == integer:
             raise self.error("bad_shape", name, f"found {found.dtype}, want {'integers' if integer else 'floating point'}")
-        if len(found.shape) != len(want) or any(w not in (None, f) for f, w in zip(found.shape, want)):
+        good = (f > 0 if w is None else f == w for f, w in zip(found.shape, want))
+        if len(found.shape) != len(want) or not all(good):
             sizes = ", ".join("any" if w is None else str(w) for w in want)
             raise self.error("bad_shape", name, f"found {tuple(found.shape)}, want ({sizes})")
         return found

@@ -34,10 +34,8 @@ def fits(s: Kronecker) -> bool:
     return p <= layout.KRONECKER_ROWS and p * r <= layout.KRONECKER_VALUES
 
 
-def kronecker(first: Term, second: Term) -> Kronecker | None:
-    """kron(B1 A1, B2 A2), the second matrix in two where that has fewer values; None if the op has no room for it."""
-    if first.A.shape[1] > layout.KRONECKER_ROWS:
-        return None
+def kronecker(first: Term, second: Term) -> Kronecker:
+    """kron(B1 A1, B2 A2), the second matrix in two where that has fewer values and the op has room for it."""
     w1, (w2, w2_b) = first.B @ first.A, (second.B, second.A)
     split = Kronecker(w1, w2, w2_b)
     return split if w2.numel() + w2_b.numel() < len(w2) * w2_b.shape[1] and fits(split) else Kronecker(w1, w2 @ w2_b)

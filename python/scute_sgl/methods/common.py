@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from scute_sgl import names, structured
-from scute_sgl.errors import AdapterError
+from scute_sgl.errors import AdapterError, NeedsBase
 from scute_sgl.linalg import all_finite
-from scute_sgl.slots import Adapter, Slots, Sparse
+from scute_sgl.slots import Adapter, Slots, Sparse, Structure, Term
 
+INDICES = 1 << 31  # ids and places have 32 bits on the device
 MAX_RANK = 1 << 15  # the device table keeps a rank in 16 bits
-MAX_VALUES = 1 << 32  # of all A and B of an adapter: some methods expand a small file to far more than it holds
+MAX_VALUES = 1 << 32  # of an adapter's terms and structures: some methods expand a small file to far more than it holds
+MOST_UNBOUNDED = 1 << 28  # of one module's without a base, whose sizes would bound them
 
 # Fields of any PEFT config that cannot change what a served adapter computes.
 NEUTRAL = frozenset(
@@ -73,7 +76,21 @@ def number(value: object, name: str) -> float:
 
 def wide(tensor: Tensor) -> Tensor:
     """In at least float32, for arithmetic: a 16-bit file must not be rounded a second time."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return alike(tensor)[0]
+
+
+def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In one dtype of at least float32: a file may mix dtypes, a matrix product may not."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def check_expanded(values: int, module: names.Module, name: str) -> None:
+    """Before a module's tensors become so many values. NeedsBase where a base of these sizes may or may not exist."""
+    if values > MAX_VALUES:
+        raise module.error("too_large", name, f"it stands for {values} values, want up to {MAX_VALUES}")
+    if module.in_features is None and values > MOST_UNBOUNDED:
+        raise NeedsBase("too_large", f"it stands for {values} values", module=module.path, key=name)
 
 
 def ranks_and_scales(c: dict) -> Callable[[names.Module], tuple[int, float]]:
@@ -103,8 +120,8 @@ def added_to_weight(module: names.Module, name: str, rows: Tensor, columns: Tens
     shape = []
     for at, size, side in ((rows, module.out_features, "outputs"), (columns, module.in_features, "inputs")):
         low, high = (int(at.min()), int(at.max())) if len(at) else (0, 0)
-        if low < 0 or (size is not None and high >= size):
-            want = f"0 to {size - 1}" if size is not None else "none below 0"
+        if low < 0 or high >= (size or INDICES):
+            want = f"0 to {(size or INDICES) - 1}"
             raise module.error("bad_shape", name, f"found {side} {low} to {high}, want {want}")
         shape.append(high + 1 if size is None else size)
     S = structured.sparse(rows, columns, wide(values), (shape[0], shape[1]), rounded=True)
@@ -134,20 +151,24 @@ def build(
     for module in modules:
         if module.adapted and module.file_path not in wanted and not _is_tied(config, module):
             # PEFT would build no adapter there and drop these tensors.
-            name = next(iter(module.tensors))
+            name = next(iter(module.tensors), "")  # a reader may have taken them before
             raise module.error("unknown_key", name, "the config's target_modules (or layers, exclusions) leave it out")
         if module.is_norm:
             norms[module.path] = _norm(module)
         else:
             entry = read_one(module) if module.adapted else Slots()
             slots[module.path] = entry = dataclasses.replace(entry, **_base_parameters(module))
-            values += sum(term.A.numel() + term.B.numel() for term in entry.terms)
+            values += sum(map(_values, (*entry.terms, entry.structure)))
         if module.tensors:
             name = next(iter(module.tensors))
             raise module.error("unknown_key", name, f"this {method} config has no use for it")
         if values > MAX_VALUES:
-            raise module.error("too_large", "", f"the adapter's low-rank matrices have over {MAX_VALUES} values")
+            raise module.error("too_large", "", f"the adapter's matrices have over {MAX_VALUES} values")
     return Adapter(method, slots, norms)
+
+
+def _values(part: Term | Structure | None) -> int:
+    return 0 if part is None else sum(value.numel() for value in vars(part).values() if isinstance(value, Tensor))
 
 
 def _norm(module: names.Module) -> Tensor:

@@ -44,7 +44,9 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         if matrices := c["config_A_B"] == "lora":
             A, B = (_factors(module, name, r) for name in "AB")
         else:
-            A, B = (_path(module, name, c["config_A_B"], (outputs, 1), (outputs, inputs)) for name in "AB")
+            A = _path(module, "A", c["config_A_B"], (outputs, 1), (outputs, inputs))
+            size = outputs if A is None else len(A)  # which without a base A alone tells
+            B = _path(module, "B", c["config_A_B"], (size, 1), (outputs, inputs))
         D, E = (_path(module, name, c["config_D_E"], (outputs,), (outputs,), biased=True) for name in "DE")
         C = _path_c(module, c["config_C"], r)
         scale, terms, structure, from_weight = None, (), None, None

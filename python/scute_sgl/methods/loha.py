@@ -30,11 +30,13 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "LoHa")
         r, scale = rank_and_scale(module)
-        a1, a2 = (common.wide(module.need(f"hada_{w}_a", module.out_features, r)) for w in ("w1", "w2"))
-        b1, b2 = (common.wide(module.need(f"hada_{w}_b", r, module.in_features)) for w in ("w1", "w2"))
+        a1, a2 = (module.need(f"hada_{w}_a", module.out_features, r) for w in ("w1", "w2"))
+        b1, b2 = (module.need(f"hada_{w}_b", r, module.in_features) for w in ("w1", "w2"))
+        a1, a2, b1, b2 = common.alike(a1, a2, b1, b2)
         a1 = common.scaled(a1, scale, module, "hada_w1_a")
         if len(a1) != len(a2) or b1.shape != b2.shape:  # possible without a base
             raise module.error("bad_shape", "hada_w2_a", "the two products differ in shape, want equal ones")
+        common.check_expanded(min(r * r, len(a1), b1.shape[1]) * (len(a1) + b1.shape[1]), module, "hada_w1_a")
         if r * r > min(len(a1), b1.shape[1]):
             return Slots(terms=(dense((a1 @ b1) * (a2 @ b2)),))
         A = (b1[:, None] * b2).flatten(0, 1)

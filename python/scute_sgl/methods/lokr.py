@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from scute_sgl import structured
+from scute_sgl import layout, structured
 from scute_sgl.linalg import dense, kronecker_term
 from scute_sgl.methods import common
 from scute_sgl.names import Module, group
@@ -42,12 +42,15 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
             hint = f"found a product of {inputs} inputs and {outputs} outputs, want {want}"
             raise module.error("bad_shape", "lokr_w1", hint)
         first = Term(first.A, common.scaled(first.B, scale, module, "lokr_w1"))
-        if (product := structured.kronecker(first, second)) is not None:
-            return Slots(structure=product)
+        if first.A.shape[1] <= layout.KRONECKER_ROWS:
+            values = sum(len(factor.B) * factor.A.shape[1] for factor in (first, second))
+            common.check_expanded(values, module, "lokr_w1")
+            return Slots(structure=structured.kronecker(first, second))
         rank = min(len(first.A) * len(second.A), inputs, outputs)
         if rank > common.MAX_RANK:
             hint = f"folded it has rank {rank}, want at most {common.MAX_RANK}"
             raise module.error("too_large", "lokr_w1", hint)
+        common.check_expanded(rank * (inputs + outputs), module, "lokr_w1")
         return Slots(terms=(kronecker_term(first, second),))
 
     modules, _ = group(tensors, base, PARAMETERS)
@@ -58,7 +61,7 @@ def _factor(module: Module, name: str, r: int) -> Term:
     """One of the two matrices as a term of the least rank that shapes allow, in at least float32."""
     whole = module.take(name, None, None)
     if whole is None:
-        B, A = common.wide(module.need(f"{name}_a", None, r)), common.wide(module.need(f"{name}_b", r, None))
+        B, A = common.alike(module.need(f"{name}_a", None, r), module.need(f"{name}_b", r, None))
         if r < min(len(B), A.shape[1]):
             return Term(A, B)
         whole = B @ A

@@ -47,9 +47,9 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         for size, side in ((inputs, "inputs"), (outputs, "outputs")):
             if size is not None and size % splits:
                 raise module.error("bad_config", "n_splits", f"found {splits}, want a divisor of {size} {side}")
-        A = common.wide(module.need("poly_lora_A", splits, skills, inputs and inputs // splits, r))
-        B = common.wide(module.need("poly_lora_B", splits, skills, r, outputs and outputs // splits))
-        logits = common.wide(module.need("poly_router.module_logits", tasks, splits * skills))
+        A = module.need("poly_lora_A", splits, skills, inputs and inputs // splits, r)
+        B = module.need("poly_lora_B", splits, skills, r, outputs and outputs // splits)
+        A, B, logits = common.alike(A, B, module.need("poly_router.module_logits", tasks, splits * skills))
         w = logits[task].view(splits, skills).sigmoid()
         w = w / (w.sum(1, keepdim=True) + 1e-12)
         A, B = torch.einsum("qs,qsdr->rqd", w, A), torch.einsum("qs,qsrd->qdr", w, B)

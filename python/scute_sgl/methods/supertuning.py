@@ -46,7 +46,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         count = None if inputs is None else int(outputs * inputs * (1 - c["sparsity"]))  # PEFT's own truncation
         values = module.need("supertuning_values", count)
         index = module.need("supertuning_indices", len(values), integer=True).long()
-        width = inputs or int(index.max()) + 1 if len(index) else 1
+        width = inputs or common.INDICES  # without a base only the values' number is known
         values = values if base is None else values.to(base.dtype)
         S = common.added_to_weight(module, "supertuning_indices", index // width, index % width, values)
         if r is None:

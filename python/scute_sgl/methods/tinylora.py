@@ -73,7 +73,7 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
             return Slots(terms=(Term(A.to("meta"), B.to("meta")),))
         number = numbers[module.path]
         P = draw(c["projection_seed"] + number, u, r_here).to(base.dtype) if P is None else P
-        R = torch.einsum("i,ijk->jk", vector(number), P.to(torch.promote_types(P.dtype, vector(number).dtype)))
+        R = torch.einsum("i,ijk->jk", *common.alike(vector(number), P))
         if module.is_embedding:
             return Slots(terms=(Term(B.T, A.T.to(R) @ R.T),))
         return Slots(terms=(Term(A, B.to(R) @ R),))

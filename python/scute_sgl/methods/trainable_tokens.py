@@ -88,7 +88,8 @@ def take(module: Module, name: str, indices: object, field: str) -> Tokens:
         raise module.error("unsupported_method", name, "own rows are those of an embedding or output head")
     sizes = module.in_features, module.out_features
     vocabulary, width = sizes if module.is_embedding else sizes[::-1]
-    if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+    whole = isinstance(indices, list) and all(type(index) is int for index in indices)
+    if not whole or not all(0 <= index < common.INDICES for index in indices):
         raise AdapterError("bad_config", f"found {indices!r:.80}, want token ids", key=field)
     if len(set(indices)) != len(indices):
         raise AdapterError("bad_config", "found an id twice", key=field)
