@@ -20,11 +20,6 @@ FAR = ["lora", "lora_fp16_file", "dora", "ia3", "vera", "oft", "boft", "loha", "
 FAR += ["hra", "deft", "peanut", "glora", "pissa", "fourierft", "waveft", "road_4", "shira", "supertuning_supra"]
 FAR += ["hira", "glora_lora", "miss_bat"]
 PROMPTS = [prompt(seed, 128) for seed in range(16)]
-MORE_PROMPTS = [prompt(seed, 128) for seed in range(48)]  # in 16 bit a small effect shows in an average over many
-
-
-def prompts_of(tenant: str | None) -> list[list[int]]:
-    return PROMPTS if tenant in FAR else MORE_PROMPTS
 
 
 def ask_an_engine(model_path: str, folders: dict[str, str], dtype: str) -> dict:
@@ -35,9 +30,8 @@ def ask_an_engine(model_path: str, folders: dict[str, str], dtype: str) -> dict:
         served = {}
         for tenant in [None, *folders]:
             greedy = {"temperature": 0, "max_new_tokens": 1}
-            prompts = prompts_of(tenant)
-            replies = engine.generate(input_ids=prompts, sampling_params=greedy, lora_path=tenant, **ALL_LOGPROBS)
-            tables = [log_table(ids, reply)[1] for ids, reply in zip(prompts, replies, strict=True)]
+            replies = engine.generate(input_ids=PROMPTS, sampling_params=greedy, lora_path=tenant, **ALL_LOGPROBS)
+            tables = [log_table(ids, reply)[1] for ids, reply in zip(PROMPTS, replies, strict=True)]
             served[tenant] = torch.cat(tables).numpy()  # a tensor's memory would end with the process
         return served
     finally:
@@ -55,16 +49,17 @@ def answers(request, kit, elsewhere):
 @torch.inference_mode()
 def peft(kit, tenant: str | None, dtype: torch.dtype) -> torch.Tensor:
     model = load_peft(kit.base(BASE), tenant and kit.adapter(tenant, BASE), dtype)
-    return model(input_ids=torch.tensor(prompts_of(tenant))).logits.float().log_softmax(-1).flatten(0, 1)
+    return model(input_ids=torch.tensor(PROMPTS)).logits.float().log_softmax(-1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("tenant", NEAR)
 def test_an_adapter_near_the_identity_keeps_its_effect(kit, answers, tenant):
-    _, served = answers
+    """As PEFT does: in bf16 it keeps nine tenths of (IA)3's, for a factor of 1.002 moves few numbers of 8 bits."""
+    dtype, served = answers
     want = peft(kit, tenant, torch.float32) - peft(kit, None, torch.float32)
-    got = served[tenant] - served[None]
-    kept = ((got * want).sum() / want.square().sum()).item()
-    assert 0.9 < kept < 1.1, f"{kept:.1%} of an effect of {want.std().item():.1e}"
+    effects = served[tenant] - served[None], peft(kit, tenant, dtype) - peft(kit, None, dtype)
+    kept, pefts = (((got * want).sum() / want.square().sum()).item() for got in effects)
+    assert abs(kept - pefts) < 0.1 and kept > 0.8, f"{kept:.1%}, PEFT {pefts:.1%} of an effect of {want.std().item():.1e}"
 
 
 @pytest.mark.parametrize("tenant", [*NEAR, *FAR])
