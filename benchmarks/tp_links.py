@@ -2,7 +2,7 @@
 
     python benchmarks/tp_links.py --tp 2 --out benchmarks/results
 
-Every captured size has a graph for each of four variants, as our decode graphs have, all captured in one session and
+Every captured size has four graphs, as our decode graphs have variants, all captured in one session and
 replayed in another order. Writes links_tpN.json. Exit status: 0 it works, 2 it does not (serve with
 --disable-custom-all-reduce), 3 unknown. It also compiles SGLang's kernels, which later engines then find ready.
 """
