@@ -5,8 +5,9 @@ Each has its code, and its text names the key, what was found and what is allowe
 
 import peft
 import pytest
+import torch
 from plain_files import BANK, FILES, THETA, read_changed
-from small_files import EMBED, PATH, refused
+from small_files import EMBED, PATH, key, refused
 
 from scute_sgl.errors import NeedsBase
 from scute_sgl.methods import METHODS, common
