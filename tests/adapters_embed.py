@@ -6,74 +6,32 @@ untied bases. ``WITH_NORMS``: other methods with modules_to_save. Not a test mod
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-
 import peft
-import torch
-from peft_answers import load_base
+from adapters_folded import ALL, ATTENTION, Writer, writer
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
 TOKENS = [*range(126, 2, -3), 127]  # in no order of theirs
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
-Writer = Callable[[str, str], None]
-
-# The start of a parameter's own name, or of its module's -> (what is left of its value, deviation of what is added).
-DRAWS = {
-    "lora_magnitude_vector": (1, 0.1),
-    "lora_": (0, 0.08),
-    "ia3_l": (1, 0.25),
-    "oft_R": (0, 0.04),
-    "hra_u": (0, 1),
-    "vera_lambda": (0, 0.4),
-    "ln_tuning_layers": (1, 0.3),
-    "modules_to_save": (1, 0.3),
-    "trainable_tokens_delta": (1, 0.2),
-}
-
-
-def _write(make: Callable, near: bool = False, **fields) -> Writer:
-    """``near``: the initial values stay, and a hundredth of the usual is added."""
-
-    def write(base_dir: str, out_dir: str) -> None:
-        torch.manual_seed(zlib.crc32(repr((make.__name__, near, sorted(fields.items()))).encode()))
-        model = peft.get_peft_model(load_base(base_dir), make(task_type="CAUSAL_LM", **fields))
-        _draw(model, near)
-        model.save_pretrained(out_dir)
-
-    return write
-
-
-@torch.no_grad()
-def _draw(model: peft.PeftModel, near: bool) -> None:
-    """Every trained parameter anew. StopIteration for one that no draw is for."""
-    for path, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kept, deviation = next(draw for start, draw in DRAWS.items() if f".{start}" in path)
-            kept, deviation = (1, 0.01 * deviation) if near else (kept, deviation)
-            parameter.mul_(kept).add_(deviation * torch.randn_like(parameter))
 
 
 def _tokens(**fields) -> Writer:
-    return _write(peft.TrainableTokensConfig, **{"token_indices": TOKENS} | fields)
+    return writer(peft.TrainableTokensConfig, **{"token_indices": TOKENS} | fields)
 
 
 def _lora(**fields) -> Writer:
-    return _write(peft.LoraConfig, **{"r": 4, "lora_alpha": 6, "target_modules": ALL} | fields)
+    return writer(peft.LoraConfig, **{"r": 4, "lora_alpha": 6, "target_modules": ALL} | fields)
 
 
 EMBED: dict[str, Writer] = {
-    "ln_tuning": _write(peft.LNTuningConfig, target_modules=NORMS),
-    "ln_tuning_near": _write(peft.LNTuningConfig, near=True, target_modules=NORMS),
-    "ln_tuning_default": _write(peft.LNTuningConfig),
-    "ln_tuning_last": _write(peft.LNTuningConfig, target_modules=["norm"]),
-    "ln_tuning_one": _write(peft.LNTuningConfig, target_modules=r"model\.layers\.1\.input_layernorm"),
-    "ln_tuning_saves": _write(
+    "ln_tuning": writer(peft.LNTuningConfig, target_modules=NORMS),
+    "ln_tuning_near": writer(peft.LNTuningConfig, near=True, target_modules=NORMS),
+    "ln_tuning_default": writer(peft.LNTuningConfig),
+    "ln_tuning_last": writer(peft.LNTuningConfig, target_modules=["norm"]),
+    "ln_tuning_one": writer(peft.LNTuningConfig, target_modules=r"model\.layers\.1\.input_layernorm"),
+    "ln_tuning_saves": writer(
         peft.LNTuningConfig, target_modules=["input_layernorm"], modules_to_save=["layers.0.post_attention_layernorm"]
     ),
     "trainable_tokens": _tokens(),
-    "trainable_tokens_near": _write(peft.TrainableTokensConfig, near=True, token_indices=TOKENS),
+    "trainable_tokens_near": writer(peft.TrainableTokensConfig, near=True, token_indices=TOKENS),
     "trainable_tokens_head": _tokens(target_modules=["lm_head"], token_indices=TOKENS[:7]),
     "lora_tokens": _lora(trainable_token_indices=TOKENS),
     "lora_tokens_head": _lora(trainable_token_indices={"lm_head": TOKENS[::2], "embed_tokens": TOKENS[:5]}),
@@ -93,20 +51,20 @@ WITH_NORMS: dict[str, Writer] = {
     "lora_saves_norms": _lora(modules_to_save=["norm"], target_modules=[*ALL, "lm_head"]),  # PEFT matches plain ends
     "dora_saves_norms": _lora(use_dora=True, modules_to_save=["input_layernorm", "model.norm"], target_modules=[
         "q_proj", "up_proj", "lm_head"]),
-    "ia3_saves_norms": _write(
+    "ia3_saves_norms": writer(
         peft.IA3Config, target_modules=ALL, feedforward_modules=["q_proj", "gate_proj", "down_proj"],
         modules_to_save=NORMS,
     ),
-    "oft_saves_norms": _write(peft.OFTConfig, target_modules=ALL, oft_block_size=16, modules_to_save=NORMS),
-    "oft_share_saves_norms": _write(
+    "oft_saves_norms": writer(peft.OFTConfig, target_modules=ALL, oft_block_size=16, modules_to_save=NORMS),
+    "oft_share_saves_norms": writer(
         peft.OFTConfig, target_modules=["k_proj", "up_proj"], oft_block_size=8, block_share=True, modules_to_save=NORMS
     ),
-    "hra_saves_norms": _write(peft.HRAConfig, r=5, target_modules=["v_proj", "gate_proj"], modules_to_save=NORMS),
+    "hra_saves_norms": writer(peft.HRAConfig, r=5, target_modules=["v_proj", "gate_proj"], modules_to_save=NORMS),
     "lora_tokens_saves_norms": _lora(trainable_token_indices=TOKENS, modules_to_save=NORMS),
-    "vera_saves_norms": _write(peft.VeraConfig, r=8, target_modules=["o_proj", "down_proj"], modules_to_save=NORMS),
+    "vera_saves_norms": writer(peft.VeraConfig, r=8, target_modules=["o_proj", "down_proj"], modules_to_save=NORMS),
 }  # fmt: skip
 
 # Shared matrices behind a norm of the adapter's own.
 REFUSED_NORMS: dict[str, Writer] = {
-    "vera_q_saves_norms": _write(peft.VeraConfig, r=8, target_modules=["q_proj"], modules_to_save=NORMS),
+    "vera_q_saves_norms": writer(peft.VeraConfig, r=8, target_modules=["q_proj"], modules_to_save=NORMS),
 }

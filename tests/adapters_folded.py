@@ -16,7 +16,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = ATTENTION + ["gate_proj", "up_proj", "down_proj"]
 Writer = Callable[[str, str], None]
 
-# The start of a parameter's own name -> (what is left of its initial value, deviation of what is added).
+# The start of a parameter's own name, or of its module's -> (what is left of its initial value, deviation of what is added).
 DRAWS = {
     "lora_": (0, 0.08),
     "lora_diag": (0, 1),
@@ -38,12 +38,17 @@ DRAWS = {
     "supertuning_values": (0, 0.15),
     "supertuning_lora": (0, 0.1),
     "bias": (0, 0.3),
+    "ia3_l": (1, 0.25),
+    "oft_R": (0, 0.04),
+    "vera_lambda": (0, 0.4),
+    "ln_tuning_layers": (1, 0.3),
+    "modules_to_save": (1, 0.3),
+    "trainable_tokens_delta": (1, 0.2),
 }
 
 
-def _write(make: Callable, near: bool = False, **fields) -> Writer:
+def writer(make: Callable, near: bool = False, **fields) -> Writer:
     """``near``: the initial values stay, and a hundredth of the usual is added."""
-    fields = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]} | fields
 
     def write(base_dir: str, out_dir: str) -> None:
         torch.manual_seed(zlib.crc32(repr((make.__name__, near, sorted(fields.items()))).encode()))
@@ -63,6 +68,10 @@ def _draw(model: peft.PeftModel, near: bool) -> None:
             kept, deviation = DRAWS[max(starts, key=len)]
             kept, deviation = (1, 0.01 * deviation) if near else (kept, deviation)
             parameter.mul_(kept).add_(deviation * torch.randn_like(parameter))
+
+
+def _write(make: Callable, near: bool = False, **fields) -> Writer:
+    return writer(make, near, **{"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]} | fields)
 
 
 def _lora(near: bool = False, **fields) -> Writer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from ops_cases import make_plan
 from torch import Tensor
@@ -60,6 +62,15 @@ def check_update(got: Tensor, before: Tensor, want: Tensor, terms: Tensor) -> No
     check_close(got, want, terms, got.dtype)
     kept = want == before.cpu().double()
     assert same_bits(got.cpu()[kept], before.cpu()[kept])
+
+
+def check_neighbours(op: Callable, given: dict, slots: Tensor, rows: Iterable[int], out: str = "y", axis: int = 0) -> None:
+    """Each of these rows has the same bits in the tensor ``out`` when it is alone; rows run along ``axis``."""
+    alone = {row: one_row(given, row, given["row_slot"], slots) for row in rows}
+    op(**given)
+    for row, row_arguments in alone.items():
+        op(**row_arguments)
+        assert same_bits(given[out].narrow(axis, row, 1), row_arguments[out])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

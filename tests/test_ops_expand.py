@@ -4,7 +4,7 @@ from ops_cases import (
     COLUMNS, DEVICES, DTYPES, IN_BEGIN, OUT_BEGIN, SHAPES, Arena, Case, activations, cases, make_plan, partials,
     row_slots, shrink_arguments, world_of,
 )  # fmt: skip
-from ops_checks import check_update, on_cpu, one_row, oracle, same_bits
+from ops_checks import check_neighbours, check_update, on_cpu, oracle
 
 from scute_sgl import layout, ops, reference
 
@@ -49,12 +49,8 @@ def test_sums_that_are_absent_leave_their_tenants_alone(case, absent):
 
 @pytest.mark.parametrize("case", cases(Case(2056, 20, 64, "skewed", tile_rows=64, split=True)), ids=str)
 def test_neighbours_change_no_bit(case):
-    given, row_slot, slots = arguments(case), row_slots(case), world_of(case).slots
-    alone = {row: one_row(given, row, row_slot, slots) for row in range(0, case.rows, 7)}
-    ops.expand(**given)
-    for row, row_arguments in alone.items():
-        ops.expand(**row_arguments)
-        assert same_bits(given["y"][row : row + 1], row_arguments["y"])
+    given, slots = arguments(case), world_of(case).slots
+    check_neighbours(ops.expand, given, slots, range(0, case.rows, 7))
 
 
 @pytest.mark.parametrize("tile_rows", [8, 64])

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
-from ops_checks import check_update, on_cpu, one_row, same_bits
+from ops_checks import check_neighbours, check_update, on_cpu, same_bits
 from test_ops_structured import make
 
 from scute_sgl import layout, ops, reference
@@ -107,11 +107,7 @@ def test_neighbours_change_no_bit(case):
     """But for a count of rows at which the kernel takes several at a time, of which a row's sum does not depend."""
     given = arguments(case)
     slots = world(case.dtype, case.inputs, case.rank, case.device).slots
-    alone = {row: one_row(given, row, given["row_slot"], slots) for row in range(0, case.rows, 13)}
-    ops.reweigh(**given)
-    for row, row_arguments in alone.items():
-        ops.reweigh(**row_arguments)
-        assert same_bits(given["y"][row : row + 1], row_arguments["y"])
+    check_neighbours(ops.reweigh, given, slots, range(0, case.rows, 13))
 
 
 @pytest.mark.parametrize("case", cases(Case(24, 5, 64, "uniform"), Case(264, 16, 300, "uniform")), ids=str)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from ops_cases import DEVICES, MODULE, SHAPES, SLICES, Case, activations, cases, row_slots, world_of
-from ops_checks import check_update, one_row, oracle, same_bits
+from ops_checks import check_neighbours, check_update, oracle
 
 from scute_sgl import ops, reference
 
@@ -31,11 +31,7 @@ def test_is_the_reference(case):
 @pytest.mark.parametrize("case", cases(Case(520, 8, 64, "skewed")), ids=str)
 def test_neighbours_change_no_bit(case):
     given, slots = arguments(case), world_of(case).slots
-    alone = {row: one_row(given, row, given["row_slot"], slots) for row in range(0, case.rows, 7)}
-    ops.rotate(**given)
-    for row, row_arguments in alone.items():
-        ops.rotate(**row_arguments)
-        assert same_bits(given["out"][:, row : row + 1], row_arguments["out"])
+    check_neighbours(ops.rotate, given, slots, range(0, case.rows, 7), out="out", axis=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
-from ops_checks import check_update, one_row, on_cpu, same_bits
+from ops_checks import check_neighbours, check_update, on_cpu
 
 from scute_sgl import layout, ops, reference
 from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
@@ -115,11 +115,7 @@ def test_is_the_reference(case):
 def test_neighbours_change_no_bit(case):
     given = arguments(case)
     slots = world(case.dtype, case.inputs, case.rank, case.device).slots
-    alone = {row: one_row(given, row, given["row_slot"], slots) for row in range(0, case.rows, 13)}
-    ops.structured(**given)
-    for row, row_arguments in alone.items():
-        ops.structured(**row_arguments)
-        assert same_bits(given["y"][row : row + 1], row_arguments["y"])
+    check_neighbours(ops.structured, given, slots, range(0, case.rows, 13))
 
 
 def one_structure(structure, dtype, device, rows=1, seed=0, inputs=None, outputs=None) -> dict:

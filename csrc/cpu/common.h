@@ -144,4 +144,14 @@ float dot_b(const T* b, int64_t outputs, int64_t col, const std::vector<float>& 
   return sum;
 }
 
+// sum_j a[j] b[j] for j below n, a multiple of 8.
+template <typename A, typename B>
+float dot(const A* a, const B* b, int64_t n) {
+  float lanes[8] = {}, sum = 0;  // independent sums, so that the compiler can use vectors
+  for (int64_t j = 0; j < n; j += 8)
+    for (int i = 0; i < 8; ++i) lanes[i] += static_cast<float>(a[j + i]) * static_cast<float>(b[j + i]);
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
 }  // namespace scute::cpu

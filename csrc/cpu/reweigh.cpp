@@ -20,15 +20,6 @@ struct Part {
   }
 };
 
-template <typename A, typename B>
-float dot(const A* a, const B* b, int64_t n) {
-  float lanes[8] = {}, sum = 0;  // independent sums, so that the compiler can use vectors
-  for (int64_t j = 0; j < n; j += 8)  // n is a multiple of 8
-    for (int i = 0; i < 8; ++i) lanes[i] += static_cast<float>(a[j + i]) * static_cast<float>(b[j + i]);
-  for (float lane : lanes) sum += lane;
-  return sum;
-}
-
 // S = W o (B A), a row of it at a time: a is [rank / 8][inputs / 8][8][8], b is [rank / 8][outputs][8].
 template <typename T>
 void hadamard(const Part<T>& part, int64_t outputs, int64_t inputs, int64_t rank, const T* a, const T* b) {

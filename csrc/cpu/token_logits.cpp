@@ -2,19 +2,6 @@
 #include "common.h"
 
 namespace scute::cpu {
-namespace {
-
-template <typename T>
-float dot(const T* x, const T* w, int64_t count) {
-  float lanes[8] = {};  // independent sums, so that the compiler can use vectors
-  for (int64_t j = 0; j < count; j += 8)
-    for (int i = 0; i < 8; ++i) lanes[i] += static_cast<float>(x[j + i]) * static_cast<float>(w[j + i]);
-  float sum = 0;
-  for (float lane : lanes) sum += lane;
-  return sum;
-}
-
-}  // namespace
 
 void token_logits(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table, int64_t module,
                   Tensor& y) {
