@@ -7,7 +7,7 @@ import torch
 from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
 from ops_checks import check_neighbours, check_update, on_cpu
 
-from scute_sgl import layout, ops, reference
+from scute_sgl import layout, ops, reference, structured
 from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
 from scute_sgl.structured import sparse
 
@@ -152,6 +152,11 @@ def test_columns_of_two_and_of_four_bytes(device, dtype, inputs):
     ((3, 512), (1, 8), 8),  # as many rows of x, and inner sums, as there is room for
     ((1, 512), (300, 2), 0),  # more outputs of the second matrix than there is room for at a time
     ((1000, 1), (1, 8), 0),
+    ((40, 2), (3, 3000), 0),  # sums over more than there is room for at a time, and no multiple of eight
+    ((2, 1), (70, 2504), 2500),
+    ((2, 1), (5000, 16), 4),
+    ((6, 50), (10, 40), 12),  # no whole tile of the tensor cores
+    ((3, 8), (7, 9), 5),
 ])  # fmt: skip
 def test_kronecker_products_of_extreme_shapes(device, dtype, w1, w2, rank):
     arena = Arena(dtype, torch.Generator().manual_seed(1))
@@ -159,6 +164,28 @@ def test_kronecker_products_of_extreme_shapes(device, dtype, w1, w2, rank):
     second = (arena.random(o, rank), arena.random(rank, q, std=q**-0.5)) if rank else (arena.random(o, q, std=q**-0.5),)
     S = Kronecker(arena.random(l, p, std=p**-0.5), *second)
     given = one_structure(S, dtype, device, rows=2, inputs=p * q, outputs=l * o)
+    before, (want, terms) = given["y"].clone(), oracle(given)
+    ops.structured(**given)
+    check_update(given["y"], before, want, terms)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 3])  # x begins, or does not, at a multiple of 16 bytes
+@pytest.mark.parametrize("longest, inputs", [(0, 8), (9, 64), (300, 304), (3000, 3008), (40, 32768)])
+def test_sparse_outputs_of_any_length(device, dtype, offset, longest, inputs):
+    """One has ``longest`` values, the others few or none; the last one's end where the arena does."""
+    rows = torch.tensor([4] * longest + [9] * min(longest, 2))
+    columns = torch.cat([torch.arange(inputs - longest, inputs), torch.arange(len(rows) - longest)])
+    S = sparse(rows, columns, torch.randn(len(rows), generator=torch.Generator().manual_seed(2)), (12, inputs))
+    given = one_structure(S, dtype, device, rows=3, inputs=inputs, outputs=12)
+    begin = int(given["table"][0, 0, layout.STRUCTURE])
+    size = sum(layout.round_up(p.numel() * (p.itemsize if not p.is_floating_point() else dtype.itemsize), layout.ALIGN)
+               for p in structured.parts(S).values())  # fmt: skip
+    given["arena"] = given["arena"][: begin + size].clone()
+    wide = torch.full((3, inputs + 16), torch.nan, dtype=dtype, device=device)
+    wide[:, offset : offset + inputs] = given["x"]
+    given["x"] = wide[:, offset : offset + inputs]
     before, (want, terms) = given["y"].clone(), oracle(given)
     ops.structured(**given)
     check_update(given["y"], before, want, terms)
