@@ -21,7 +21,7 @@ import argparse
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import linear_regression, median
 
@@ -136,8 +136,8 @@ class Phase:
 
 
 def phases(wanted: dict[str, list[str]]) -> list[Phase]:
-    """What to measure together, of each backend's workloads: with ours the first two of SGLang's own, then the others;
-    last what ours is measured at alone."""
+    """What to measure together, of each backend's workloads: with ours the first two of SGLang's own, then the others.
+    What is measured without SGLang's own comes with the first, so that nothing waits for another start."""
     stock = [backend for backend in wanted if backend in engines.STOCK]
     ranks = sorted({WORKLOADS[id].stock_rank() for backend in stock for id in wanted[backend]})
     found = []
@@ -147,7 +147,8 @@ def phases(wanted: dict[str, list[str]]) -> list[Phase]:
         found += [Phase(ids, tuple(asked[at : at + AT_ONCE]), rank, at == 0) for at in range(0, len(asked), AT_ONCE)]
     there = {id for phase in found for id in phase.ids}
     alone = [id for id in WORKLOADS if id not in there and any(id in ids for ids in wanted.values())]
-    return [*found, *([Phase(alone)] if alone else [])]
+    first = found[0] if found else Phase([])
+    return [replace(first, ids=alone + first.ids), *found[1:]]
 
 
 def start(stack: ExitStack, settings: Settings, phase: Phase, wanted: dict[str, list[str]]) -> dict[str, EngineProcess]:
