@@ -1,12 +1,13 @@
 """Decode time per token of many adapter workloads, against the base model's own step beside it.
 
-    python benchmarks/bench_decode.py --backend scute --out benchmarks/results/decode_h200.json
-    python benchmarks/bench_decode.py --backend csgmv --out benchmarks/results/decode_h200.json --patch-stock-loader
+    python benchmarks/bench_decode.py --out benchmarks/results/decode_h200.json
+    python benchmarks/bench_decode.py --backends scute csgmv triton_experimental triton --patch-stock-loader --out ...
 
 Backends: scute; SGLang's own csgmv, triton and triton_experimental (SGLANG_EXPERIMENTAL_LORA_OPTI=1); none, a second
-base engine. A run holds two engines on one GPU, the base's and the backend's, and measures them in turns: base,
-backend, base, backend ... So every ratio is taken within seconds, and the base's repeats are the identical runs
-whose difference (``spread``) says what a ratio is worth.
+base engine. A run holds the base's engine, ours and up to two of SGLang's own on one GPU and measures them in turns:
+base, ours, theirs, base, ours, theirs ... So every ratio is taken within seconds, and the base's repeats are the
+identical runs whose difference (``spread``) says what a ratio is worth. SGLang's own pad every adapter to the largest
+rank, so they start anew for each.
 
 Time per token = (time of 144 output tokens - time of 16) / 128 of a burst of bs requests with 128 input tokens, the
 median of the rounds. Llama-3.1-8B shape, dummy weights, float16, decoding in CUDA graphs.
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import linear_regression, median
 
@@ -29,6 +33,7 @@ from tables import COUNTED_MS
 from workloads import COMPARISONS, LLAMA_8B_CONFIG, WORKLOADS, Kind
 
 SHORT, LONG = 16, 144
+AT_ONCE = 2  # of SGLang's own engines beside the base's and ours: there is memory for no more
 RANKS = [f"lora_r{rank}x16_bs16" for rank in (8, 16, 32, 64)]  # equal but for the bytes
 BACKENDS = ("scute", *engines.STOCK, "none")
 
@@ -37,34 +42,38 @@ def milliseconds(engine: EngineProcess, rows: list[str | None]) -> float:
     return (engine.seconds(rows, LONG) - engine.seconds(rows, SHORT)) / (LONG - SHORT) * 1e3
 
 
-def measure(id: str, backend: str, engine: EngineProcess, base: EngineProcess, rounds: int, tp: int = 1) -> dict:
-    """One row of the results; base and backend take turns."""
+def measure(id: str, running: dict[str, EngineProcess], base: EngineProcess, rounds: int, tp: int) -> list[dict]:
+    """A row of the results for each backend; the base and all of them take turns."""
     workload = WORKLOADS[id]
     rows, alone = workload.rows(), [None] * workload.bs
-    times, base_times = [], []
-    engine.seconds(rows, SHORT)
-    base.seconds(alone, SHORT)
+    times, base_times = {backend: [] for backend in running}, []
+    for engine, asked in [(base, alone), *((engine, rows) for engine in running.values())]:
+        engine.seconds(asked, SHORT)
     for _ in range(rounds):  # the base first and last: a drift shows up as spread
         base_times.append(milliseconds(base, alone))
-        times.append(milliseconds(engine, rows))
+        for backend, engine in running.items():
+            times[backend].append(milliseconds(engine, rows))
     base_times.append(milliseconds(base, alone))
-    tpot, base_ms = median(times), median(base_times)
-    return {
-        "workload": id,
-        "backend": backend,
-        "tp": tp,
-        "bs": workload.bs,
-        "tenants": len(workload.names()),
-        "tpot_ms": round(tpot, 4),
-        "base_ms": round(base_ms, 4),
-        "ratio": round(tpot / base_ms, 4),
-        "spread": round((max(base_times) - min(base_times)) / base_ms, 4),
-        "predicted_ms": round(base_ms + added_ms(workload), 4) if tp == 1 else None,  # the byte model is one GPU's
-        "target": workload.target if tp == 1 else None,
-        "best_stock": workload.best,
-        "rounds_ms": [round(t, 4) for t in times],
-        "base_rounds_ms": [round(t, 4) for t in base_times],
-    }
+    base_ms = median(base_times)
+    return [
+        {
+            "workload": id,
+            "backend": backend,
+            "tp": tp,
+            "bs": workload.bs,
+            "tenants": len(workload.names()),
+            "tpot_ms": round(median(taken), 4),
+            "base_ms": round(base_ms, 4),
+            "ratio": round(median(taken) / base_ms, 4),
+            "spread": round((max(base_times) - min(base_times)) / base_ms, 4),
+            "predicted_ms": round(base_ms + added_ms(workload), 4) if tp == 1 else None,  # the byte model is one GPU's
+            "target": workload.target if tp == 1 else None,
+            "best_stock": workload.best,
+            "rounds_ms": [round(t, 4) for t in taken],
+            "base_rounds_ms": [round(t, 4) for t in base_times],
+        }
+        for backend, taken in times.items()
+    ]
 
 
 def comparisons(rows: list[dict]) -> list[dict]:
@@ -116,50 +125,86 @@ def tenants_of(ids: list[str]) -> dict[str, Kind]:
     return {name: kind for id in ids for kind, count in WORKLOADS[id].tenants for name in kind.names(count)}
 
 
-def starts(backend: str, ids: list[str], settings: Settings) -> list[tuple[tuple, list[str]]]:
-    """How to start the backend's engines, one after the other, and the workloads that each is for."""
-    if backend == "none":
-        return [((engines.start_base, settings), ids)]
-    if backend == "scute":
-        return [((engines.start_scute, settings, tenants_of(ids)), ids)]
-    result = []
-    for rank in sorted({WORKLOADS[id].stock_rank() for id in ids}):
-        group = [id for id in ids if WORKLOADS[id].stock_rank() == rank]
-        tenants = tenants_of(group) or tenants_of(["lora_r16x1_bs1"])  # stock LoRA does not start without any
-        result.append(((engines.start_stock, settings, backend, rank, tenants), group))
-    return result
+@dataclass(frozen=True)
+class Phase:
+    """Workloads, and the engines of SGLang's own backends, of one maximum rank, that are measured with them."""
+
+    ids: list[str]
+    backends: tuple[str, ...] = ()
+    rank: int = 0
+    ours: bool = True  # measured too
+
+
+def phases(wanted: dict[str, list[str]]) -> list[Phase]:
+    """What to measure together, of each backend's workloads: with ours the first two of SGLang's own, then the others.
+    What is measured without SGLang's own comes with the first, so that nothing waits for another start."""
+    stock = [backend for backend in wanted if backend in engines.STOCK]
+    ranks = sorted({WORKLOADS[id].stock_rank() for backend in stock for id in wanted[backend]})
+    found = []
+    for rank in ranks:
+        ids = [id for id in WORKLOADS if WORKLOADS[id].stock_rank() == rank and any(id in wanted[b] for b in stock)]
+        asked = [backend for backend in stock if any(id in wanted[backend] for id in ids)]
+        found += [Phase(ids, tuple(asked[at : at + AT_ONCE]), rank, at == 0) for at in range(0, len(asked), AT_ONCE)]
+    there = {id for phase in found for id in phase.ids}
+    alone = [id for id in WORKLOADS if id not in there and any(id in ids for ids in wanted.values())]
+    first = found[0] if found else Phase([])
+    return [replace(first, ids=alone + first.ids), *found[1:]]
+
+
+def start(stack: ExitStack, settings: Settings, phase: Phase, wanted: dict[str, list[str]]) -> dict[str, EngineProcess]:
+    """SGLang's own engines of a phase. They start in the background."""
+    running = {}
+    for backend in phase.backends:
+        tenants = tenants_of([id for id in phase.ids if id in wanted[backend]])
+        tenants = tenants or tenants_of(["lora_r16x1_bs1"])  # stock LoRA does not start without any
+        begin = engines.start_stock, settings.of(backend), backend, phase.rank, tenants
+        running[backend] = stack.enter_context(EngineProcess(*begin))
+    return running
 
 
 def run(args) -> list[dict]:
     before = record.load(args.out)
     rows = [row for row in before["rows"] if row["workload"] not in COMPARISONS]
-    done = {row["workload"] for row in rows if row["backend"] == args.backend and not args.again}
-    ids = [id for id in args.workloads if id not in done and runs_on(args.backend, id)]
-    if not ids:
+    done = set() if args.again else {(row["workload"], row["backend"]) for row in rows}
+    wanted = {b: [id for id in args.workloads if (id, b) not in done and runs_on(b, id)] for b in args.backends}
+    wanted = {backend: ids for backend, ids in wanted.items() if ids}
+    if not wanted:
         return rows
-    sizes = tuple(args.capture or sorted({WORKLOADS[id].bs for id in ids}))
-    settings = Settings(args.model, args.scratch, sizes, args.slots, args.memory, tp=args.tp)
+    sizes = tuple(args.capture or sorted({WORKLOADS[id].bs for ids in wanted.values() for id in ids}))
+    more = {"disable_custom_all_reduce": True} if args.disable_custom_all_reduce else {}
+    settings = Settings(args.model, args.scratch, sizes, args.slots, args.memory, tp=args.tp, more=more)
     args.model.mkdir(parents=True, exist_ok=True)
     (args.model / "config.json").write_text(json.dumps(LLAMA_8B_CONFIG))
     this_run = record.header() | {"slots": args.slots, "capture": sizes}
-    runs = before.get("runs", {}) | {args.backend: this_run}
-    with EngineProcess(engines.start_base, settings) as base:
-        for start, group in starts(args.backend, ids, settings):
-            with EngineProcess(*start) as engine:
-                for id in group:
-                    row = measure(id, args.backend, engine, base, args.rounds, args.tp)
-                    if args.backend == "scute":
-                        engines.check_distinct(engine, WORKLOADS[id].names())
-                    rows = [r for r in rows if (r["workload"], r["backend"]) != (id, args.backend)] + [row]
+    runs = before.get("runs", {}) | dict.fromkeys(wanted, this_run)
+    with ExitStack() as stack:
+        base = stack.enter_context(EngineProcess(engines.start_base, settings))
+        ours = {}
+        if "scute" in wanted:
+            begin = engines.start_scute, settings.of("scute"), tenants_of(wanted["scute"])
+            ours["scute"] = stack.enter_context(EngineProcess(*begin))
+        if "none" in wanted:
+            ours["none"] = stack.enter_context(EngineProcess(engines.start_base, settings))
+        for phase in phases(wanted):
+            with ExitStack() as theirs:
+                running = (ours if phase.ours else {}) | start(theirs, settings, phase, wanted)
+                for id in phase.ids:
+                    asked = {backend: engine for backend, engine in running.items() if id in wanted[backend]}
+                    if not asked:
+                        continue
+                    new = measure(id, asked, base, args.rounds, args.tp)
+                    if "scute" in asked:
+                        engines.check_distinct(asked["scute"], WORKLOADS[id].names())
+                    rows = [r for r in rows if r["workload"] != id or r["backend"] not in asked] + new
                     record.save(args.out, rows + comparisons(rows), summary=summary(rows), runs=runs)
-                    print(line(row), flush=True)
+                    print("\n".join(map(line, new)), flush=True)
     return rows
 
 
 def runs_on(backend: str, id: str) -> bool:
     if backend == "none":
         return id.startswith("none_")
-    return backend == "scute" or WORKLOADS[id].stock_rank() is not None
+    return backend == "scute" or (backend in WORKLOADS[id].stock and WORKLOADS[id].stock_rank() is not None)
 
 
 def line(row: dict) -> str:
@@ -172,7 +217,7 @@ def line(row: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=BACKENDS, default="scute")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["scute"])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="ID")
     parser.add_argument("--out", type=Path, help="JSON file to merge the rows into")
     parser.add_argument("--again", action="store_true", help="measure workloads that the file already has")
@@ -180,11 +225,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel GPUs of every engine; one --out for each")
     parser.add_argument("--slots", type=int, default=1024, help="adapter slots of our engine")
     parser.add_argument("--capture", type=int, nargs="+", help="captured batch sizes; default: the workloads' own")
-    parser.add_argument("--memory", type=float, default=0.7, help="mem_fraction_static of each of the two engines")
+    parser.add_argument("--memory", type=float, default=0.7, help="mem_fraction_static of each engine")
     parser.add_argument("--model", type=Path, default=Path("/tmp/llama8b"), help="folder for the model's config")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/scute_bench"), help="folder for adapter files")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="all-reduce over NCCL alone")
     parser.add_argument("--patch-stock-loader", action="store_true", help=engines.patch_stock_loader.__doc__)
     args = parser.parse_args(argv)
+    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # engines that start together see each other's memory
     if args.patch_stock_loader:
         engines.patch_stock_loader()
     rows = run(args)

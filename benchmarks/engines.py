@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adapters import write_adapter
@@ -49,6 +49,10 @@ class Settings:
     device: str = "cuda"
     tp: int = 1  # tensor-parallel GPUs
     more: dict = field(default_factory=dict)  # further arguments of SGLang's
+
+    def of(self, backend: str) -> Settings:
+        """With a scratch folder of its own: engines start side by side, and each deletes what it has read."""
+        return replace(self, scratch=self.scratch / backend)
 
     def arguments(self) -> dict:
         common = {"model_path": str(self.model), "load_format": "dummy", "random_seed": 0}

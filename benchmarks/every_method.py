@@ -73,6 +73,7 @@ OTHERS = (
         "POLY", "PolyConfig", LINEARS, 0.8, {"poly_router": drawn, "poly_lora_A": kept, "poly_lora_B": scaled},
         task=2, r=8, n_tasks=3, n_skills=4, n_splits=2,
     ),
+    _recipe("RANDLORA", "RandLoraConfig", V, 7e-6, {"randlora_gamma": drawn, "randlora_lambda": scaled}),
     _recipe("LN_TUNING", "LNTuningConfig", ["input_layernorm", "post_attention_layernorm"], 0.1, {"ln_tuning": around}),
     _recipe("ROAD", "RoadConfig", SPLIT_BY_OUTPUTS, 0.05, {"road_theta": scaled, "road_alpha": around}, group_size=16),
     _recipe("SHIRA", "ShiraConfig", FEW, 0.04, {"shira_weight": scaled}, r=16),

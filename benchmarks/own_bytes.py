@@ -30,7 +30,8 @@ from scute_sgl.slots import BaseShape, Target
 SIDE, ARENA, VOCABULARY = 4096, 1 << 29, 64
 PATH, NORM = "model.layers.0.self_attn.q_proj", "model.layers.0.input_layernorm"
 EMBED = "model.embed_tokens"
-SHARED = ("vera_A", "vera_B", "pvera_A", "pvera_B")  # of a checkpoint, kept once for all adapters
+# of a checkpoint, kept once for all adapters or multiplied into each
+SHARED = ("vera_A", "vera_B", "pvera_A", "pvera_B", "randlora_A", "randlora_B")
 LORA64 = peft.LoraConfig(r=64)
 DEFAULTS = {
     "LORA": peft.LoraConfig(),
@@ -62,6 +63,7 @@ DEFAULTS = {
     "LOKR": peft.LoKrConfig(),
     "MISS": peft.MissConfig(),
     "POLY": peft.PolyConfig(n_tasks=1),
+    "RANDLORA": peft.RandLoraConfig(),
     "ROAD": peft.RoadConfig(),
     "SHIRA": peft.ShiraConfig(),
     "SUPERTUNING": peft.SupertuningConfig(),
@@ -83,6 +85,7 @@ FAT = {
     "GRALORA": "blocks of A and B with zeros between them",
     "LOHA": "a product of two low-rank matrices has rank r^2",
     "MISS": "A is a sum over inputs, which the file leaves out",
+    "RANDLORA": "A and B have the weight's whole rank, with the shared matrices multiplied in",
     "TINYLORA": "A and B are folded from a few numbers",
     "UNILORA": "A and B are drawn from one vector",
 }

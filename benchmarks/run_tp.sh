@@ -40,8 +40,9 @@ for name in $PARTS; do
     every)
       part every python3 benchmarks/tp_checks.py --tp "$TP" --adapters every --out "$OUT" "${flags[@]}" || failed=1 ;;
     decode)
-      part decode python3 benchmarks/tp_decode.py --tp "$TP" --out "$OUT" "${flags[@]}" \
-        ${PATCH_STOCK_LOADER:+--patch-stock-loader} || failed=1 ;;
+      part decode python3 benchmarks/bench_decode.py --tp "$TP" --backends scute csgmv triton --again \
+        --workloads none_bs16 lora_r16x16_bs16 lora_r16x20_bs20 mix5x20_bs20 \
+        --out "$OUT/decode_tp$TP.json" --scratch /dev/shm/scute_tp "${flags[@]}" ${PATCH_STOCK_LOADER:+--patch-stock-loader} || failed=1 ;;
     *) echo "unknown part $name"; exit 2 ;;
   esac
 done

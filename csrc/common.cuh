@@ -87,14 +87,6 @@ __device__ __forceinline__ uint2 load_weights8(const void* p) {
 #endif
 }
 
-// a / b for 0 <= a < 2^22 and 0 < b, faster than the exact instruction sequence.
-__device__ __forceinline__ int quotient(int a, int b) {
-  int q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-  if (q * b > a) --q;
-  if (a - q * b >= b) ++q;
-  return q;
-}
-
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }

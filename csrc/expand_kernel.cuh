@@ -38,25 +38,17 @@ __device__ __forceinline__ void expand_narrow(const ExpandParams& p, const Job& 
   const bool there = t / 2 < weights.blocks, low_there = there && mine.row >= 0, high_there = there && high >= 0;
   const float* from = p.own.v + slice * p.own.slice + t * 4;
   const float *low_from = from + mine.row * p.own.row, *high_from = from + high * p.own.row;
-  float4 low_sum = make_float4(0, 0, 0, 0), high_sum = low_sum;
-  if (low_there) low_sum = *reinterpret_cast<const float4*>(low_from);
-  if (high_there) high_sum = *reinterpret_cast<const float4*>(high_from);
+  PartSum parts;
+  parts.ask(p.own, low_from, low_there, 0);
   w.template load<T>(weights, 0, unit * kUnit, unit < end ? width : 0);
   if (unit < end) columns.ask(0, job.rows, unit * kUnit + 2 * lane);
-  if (many) {
-#pragma unroll 2
-    for (int part = 1; part < p.own.parts; ++part) {
-      if (low_there) add(low_sum, *reinterpret_cast<const float4*>(low_from + part * p.own.part));
-      if (high_there) add(high_sum, *reinterpret_cast<const float4*>(high_from + part * p.own.part));
-    }
-  } else if (low_there) {
-#pragma unroll 4
-    for (int part = 1; part < p.own.parts; ++part)
-      add(low_sum, *reinterpret_cast<const float4*>(low_from + part * p.own.part));
-  }
   float unscale[2];
-  const uint2 low = narrow_operand<T>(low_sum, g % 2, unscale[0]);
-  const uint2 highs = many ? narrow_operand<T>(high_sum, g % 2, unscale[1]) : low;
+  const uint2 low = narrow_operand<T>(parts.finish(p.own, low_from, low_there), g % 2, unscale[0]);
+  uint2 highs = low;
+  if (many) {
+    parts.ask(p.own, high_from, high_there, 0);
+    highs = narrow_operand<T>(parts.finish(p.own, high_from, high_there), g % 2, unscale[1]);
+  }
   float* results = s.results[warp];
 #pragma unroll 1
   while (unit < end) {

@@ -41,13 +41,31 @@ __device__ __forceinline__ void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
 
-// The sum of v's parts for four ranks of a row.
-__device__ __forceinline__ float4 sum_parts(const ExpandParams::Sums& sums, const float* from) {
-  float4 sum = *reinterpret_cast<const float4*>(from);
-#pragma unroll 4
-  for (int part = 1; part < sums.parts; ++part) add(sum, *reinterpret_cast<const float4*>(from + part * sums.part));
-  return sum;
-}
+// The sum of v's parts for four ranks of a row. Seven are asked for at a time: as many as 7,168 inputs have, and half of
+// those of 14,336. The loads that the compiler leaves over of an unrolled loop would wait for one another.
+struct PartSum {
+  static constexpr int kAtOnce = 7;
+  float4 parts[kAtOnce];
+
+  __device__ __forceinline__ void ask(const ExpandParams::Sums& sums, const float* from, bool there, int first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      parts[i] = make_float4(0, 0, 0, 0);
+      if (there && first + i < sums.parts) parts[i] = *reinterpret_cast<const float4*>(from + (first + i) * sums.part);
+    }
+  }
+  // What was asked for, and the rest.
+  __device__ __forceinline__ float4 finish(const ExpandParams::Sums& sums, const float* from, bool there) {
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int first = 0;; ask(sums, from, there, first)) {
+#pragma unroll
+      for (const float4& part : parts) add(sum, part);
+      first += kAtOnce;
+      if (first >= sums.parts) return sum;
+    }
+  }
+};
 
 // Up to 16 ranks: four of a row's sums as a lane needs them; the row's four lanes are neighbours.
 template <typename T>
@@ -62,46 +80,57 @@ __device__ __forceinline__ uint2 narrow_operand(const float4& v, bool low, float
                     pack(part_of<T>(v.z * scale, low), part_of<T>(v.w * scale, low)));
 }
 
-// More ranks, or shared factors: all rows' operands in shared memory, of a window from rank `first` on. First the sums,
-// then each, in place, as two parts. All threads, after a barrier.
+// More ranks, or shared factors: all rows' operands in shared memory, of a window from rank `first` on. A warp has a row
+// at a time, a lane every 32nd four of its ranks: first the sums, then each, in place, as two parts. All threads, after
+// a barrier.
 template <typename T>
 __device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job& job, int slice, int first, int rank8,
                                                char* operands, ExpandShared<T>& s) {
   rank8 = min(kStepWindow * 32, rank8 - first);
-  const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows), fours = padded / 4;
+  const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows);
   const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < rows * fours; i += kExpandThreads) {
-    const int token = quotient(i, fours), rank = (i - token * fours) * 4;
-    const Row<T>& r = s.rows[token];
-    float4 sum = make_float4(0, 0, 0, 0);
-    if (rank < rank8 && (!job.shared || r.d)) {
-      sum = sum_parts(sums, sums.v + r.row * sums.row + slice * sums.slice + first + rank);
-      if (job.shared) {
-        const uint2 words = *reinterpret_cast<const uint2*>(r.d + first + rank);
-        const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
-        sum.x *= low.x, sum.y *= low.y, sum.z *= high.x, sum.w *= high.y;
-      }
-    }
-    *reinterpret_cast<float4*>(operands + token * p.operand + rank * 4) = sum;
-  }
-  __syncthreads();
+#pragma unroll 1
   for (int token = threadIdx.x / 32; token < rows; token += kExpandWarps) {
-    float* row = reinterpret_cast<float*>(operands + token * p.operand);
+    const Row<T>& r = s.rows[token];
+    char* row = operands + token * p.operand;
+    const float* v = sums.v + r.row * sums.row + slice * sums.slice + first;
+    const bool there = !job.shared || r.d;
     float largest = 0;
-    for (int rank = lane; rank < rank8; rank += 32) largest = fmaxf(largest, fabsf(row[rank]));
+#pragma unroll 2
+    for (int rank = lane * 4; rank < padded; rank += 128) {
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (rank < rank8 && there) {
+        uint2 words;
+        if (job.shared) words = *reinterpret_cast<const uint2*>(r.d + first + rank);
+        PartSum parts;
+        parts.ask(sums, v + rank, true, 0);
+        sum = parts.finish(sums, v + rank, true);
+        if (job.shared) {
+          const float2 low = unpack<T>(words.x), high = unpack<T>(words.y);
+          sum.x *= low.x, sum.y *= low.y, sum.z *= high.x, sum.w *= high.y;
+        }
+      }
+      *reinterpret_cast<float4*>(row + rank * 4) = sum;
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(sum.x), fabsf(sum.y)), fmaxf(fabsf(sum.z), fabsf(sum.w))));
+    }
 #pragma unroll
     for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     const int shift = shift_of<T>(largest);
     const float scale = power_of_two(shift);
     if (lane == 0) s.unscale[token] = power_of_two(-shift);
-    for (int rank = lane; rank < padded; rank += 32) {
-      const float value = row[rank] * scale;
-      __syncwarp();
-      T* high = reinterpret_cast<T*>(row) + rank / 8 * 16 + rank % 8;
-      high[0] = from_float<T>(value);
-      high[8] = part_of<T>(value, true);
-      __syncwarp();
+#pragma unroll 2
+    for (int begin = 0; begin < padded; begin += 128) {
+      const int rank = begin + lane * 4;
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (rank < padded) sum = *reinterpret_cast<const float4*>(row + rank * 4);
+      sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+      __syncwarp();  // a block's parts lie where the sums of two lanes were
+      if (rank >= padded) continue;
+      char* high = row + rank / 8 * 32 + rank % 8 * 2;
+      *reinterpret_cast<uint2*>(high) = make_uint2(pack(part_of<T>(sum.x, false), part_of<T>(sum.y, false)),
+                                                   pack(part_of<T>(sum.z, false), part_of<T>(sum.w, false)));
+      *reinterpret_cast<uint2*>(high + 16) = make_uint2(pack(part_of<T>(sum.x, true), part_of<T>(sum.y, true)),
+                                                        pack(part_of<T>(sum.z, true), part_of<T>(sum.w, true)));
     }
   }
   __syncthreads();

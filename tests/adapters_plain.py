@@ -75,6 +75,8 @@ _lokr = _writer(peft.LoKrConfig, {"lokr_": (0, 0.3)})
 _miss = _writer(peft.MissConfig, {"miss_block": (0, 0.05)})
 _lora = _writer(peft.LoraConfig, {"lora_A": (0, 0.1), "lora_B": (0, 0.1), "lora_monteclora": (1, 0.1)})
 _poly = _writer(peft.PolyConfig, {"poly_router": (0, 1), "poly_lora": (0, 0.2)})
+_randlora = _writer(peft.RandLoraConfig, {"randlora_lambda": (0, 0.05), "randlora_gamma": (0, 0.05)})
+_randlora_near = _writer(peft.RandLoraConfig, {"randlora_lambda": (0, 0.003), "randlora_gamma": (0, 0.003)})
 _tinylora = _writer(peft.TinyLoraConfig, {"tinylora_v": (0, 0.04)})
 _unilora = _writer(peft.UniLoraConfig, {"unilora_theta_d": (0, 0.6)})
 _vblora = _writer(peft.VBLoRAConfig, {"vblora_vector_bank": (0, 0.2), "vblora_logits": (0, 1)})
@@ -143,6 +145,19 @@ PLAIN: dict[str, Writer] = {
     "poly": _task(2, _poly(r=4, n_tasks=3)),
     "poly_splits": _task(0, _poly(r=3, n_tasks=2, n_skills=5, n_splits=4, target_modules=["q_proj", "lm_head"])),
     "poly_one_task": _poly(r=4, n_skills=2, target_modules=["k_proj", "up_proj"]),
+    "randlora": _randlora(r=8, randlora_alpha=16),
+    "randlora_near": _randlora_near(r=16, randlora_alpha=320),
+    "randlora_bias": _randlora(r=10, randlora_alpha=25, bias="all"),  # does not divide the inputs
+    "randlora_wide": _randlora(r=100, randlora_alpha=100, target_modules=["q_proj", "down_proj", "lm_head"]),
+    "randlora_drawn": _randlora(r=8, randlora_alpha=24, save_projection=False, projection_prng_key=7),
+    "randlora_sparse": _randlora(
+        r=4, randlora_alpha=12, save_projection=False, sparse=True, layers_to_transform=[1],
+        target_modules=["v_proj", "up_proj"],
+    ),
+    "randlora_very_sparse": _randlora(
+        r=16, randlora_alpha=32, save_projection=False, very_sparse=True, sparse=True, target_modules="all-linear"
+    ),
+    "randlora_sparse_saved": _randlora(r=8, randlora_alpha=16, sparse=True, target_modules=["k_proj", "lm_head"]),
     "tinylora": _tinylora(r=3, u=40, weight_tying=0.4, bias="all"),
     "tinylora_drawn": _tinylora(save_projection=False, projection_seed=7, layers_to_transform=[1]),
     "tinylora_embed_head": _tinylora(weight_tying=1.0, target_modules=["embed_tokens", "v_proj", "lm_head"]),

@@ -15,12 +15,14 @@ ADAPTERS = {
     "qwen2": [
         "lora", "dora_bias_all", "ia3_no_ff", "lora_embed_head", "vera_all", "oft_bias_only", "beft", "boft_factors",
         "glora", "adamss", "hra_gs", "ln_tuning", "trainable_tokens", "lora_tokens", "lora_tokens_head",
-        "road", "shira_seed", "supertuning_supra", "glora_lora", "hira", "miss_bat_head",
+        "road", "shira_seed", "supertuning_supra", "glora_lora", "hira", "miss_bat_head", "randlora_bias",
     ],
     "llama_tied": [
         "lora_embed", "lora_head", "dora_embed_head", "oft_head", "tinylora_embed_head", "unilora_seed", "dora_tokens",
     ],
-    "mistral": ["dora", "ia3", "vera", "oft_exact", "unilora", "lokr_both", "ln_tuning", "lora_tokens_saves_norms"],
+    "mistral": [
+        "dora", "ia3", "vera", "oft_exact", "unilora", "lokr_both", "ln_tuning", "lora_tokens_saves_norms", "randlora_drawn",
+    ],
 }  # fmt: skip
 PROMPTS = [prompt(i) for i in range(24)]
 ENVIRONMENT = {

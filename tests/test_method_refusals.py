@@ -50,6 +50,7 @@ def test_unknown_field_that_is_off_is_accepted(value):
     peft.LoraConfig, peft.IA3Config, peft.VeraConfig, peft.OFTConfig, peft.HRAConfig, peft.DeftConfig,
     peft.PeanutConfig, peft.GloraConfig, peft.OSFConfig, peft.AdamssConfig,
     peft.PveraConfig, peft.FourierFTConfig, peft.WaveFTConfig, peft.RoadConfig, peft.ShiraConfig, peft.SupertuningConfig,
+    peft.RandLoraConfig,
 ])
 def test_fields_and_defaults_are_pefts(make):
     """Each field of PEFT's config is read, neutral or refused here, and what is read has PEFT's default."""

@@ -34,6 +34,7 @@ ON_OTHER_BASES = {
         "glora_lora", "glora_lora_vector", "hira", "miss_bat_head",
         "pissa_dora", "kasa", "deft_qr",
         "adalora_no_alpha", "beft", "boft", "boft_factors", "delora_patterns", "miss_remainder", "tinylora",
+        "randlora_bias", "randlora_drawn",
         "unilora_seed", "vblora_topk", "lora_bd", "lora_qalora_head", "alora_head",
         "lokr", "road", "road_4", "shira_seed", "supertuning_supra", "ln_tuning", "ln_tuning_default",
         "trainable_tokens", "trainable_tokens_head", "lora_tokens", "lora_tokens_head",

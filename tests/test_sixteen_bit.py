@@ -16,9 +16,10 @@ import scute_sgl
 
 BASE = "llama_16bit"
 NEAR = ["dora_near", "ia3_near", "oft_near", "boft_near", "hra_near", "pissa_near", "deft_near", "road_near", "hira_near"]
+NEAR += ["randlora_near"]
 FAR = ["lora", "lora_fp16_file", "dora", "ia3", "vera", "oft", "boft", "loha", "lokr_whole", "miss"]
 FAR += ["hra", "deft", "peanut", "glora", "pissa", "fourierft", "waveft", "road_4", "shira", "supertuning_supra"]
-FAR += ["hira", "glora_lora", "miss_bat"]
+FAR += ["hira", "glora_lora", "miss_bat", "randlora", "randlora_bias"]
 PROMPTS = [prompt(seed, 128) for seed in range(16)]
 
 

@@ -170,6 +170,12 @@ SUPPORT = (
         "A B", "mixture of the task's skills → A, B; 1 / r → B",
     ),
     Support(
+        "RANDLORA", "RANDLORA",
+        "saved or redrawn projections, dense or sparse, any seed and rank, `bias`, any linear layer and `lm_head`; has "
+        "the rank of the whole weight, whatever r",
+        "b A B", "lambda, gamma and the projections → A, B of rank min(in, out); randlora_alpha / r → B",
+    ),
+    Support(
         "ROAD", "ROAD",
         "road_1, road_2 and road_4, any group size, any linear layer and `lm_head`; tensor parallelism only where a "
         "layer's inputs are whole, and its groups",

@@ -27,6 +27,7 @@ from scute_sgl.methods import (
     peanut,
     poly,
     pvera,
+    randlora,
     road,
     shira,
     supertuning,
@@ -62,6 +63,7 @@ METHODS = {
     "PEANUT": peanut,
     "POLY": poly,
     "PVERA": pvera,
+    "RANDLORA": randlora,
     "ROAD": road,
     "SHIRA": shira,
     "SUPERTUNING": supertuning,
@@ -89,8 +91,6 @@ NOT_SERVED = {
     "PROMPT_TUNING": _PROMPT,
     "PSOFT": "its file lacks the singular vectors that it was trained with, and their signs depend on the machine",
     "P_TUNING": _PROMPT,
-    "RANDLORA": "each of its terms has scales of its own on shared matrices, for which there is no op; "
-    "as one low-rank term it has the rank of the whole weight",
     "SHADOW": "it runs a network of its own beside the model, with a state",
     "XLORA": "it routes every token among adapters, after a pass of the base model without any",
 }

@@ -61,30 +61,38 @@ def projections(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A (ranks[0], inputs) and B (outputs, ranks[1]) that all modules share, from the file or drawn again."""
     if config["save_projection"]:
-        return tuple(_saved(saved, key, dim, ranks[dim]) for dim, key in enumerate(keys))
+        return kept(saved, keys[0], ranks[0], "inputs"), kept(saved, keys[1], "outputs", ranks[1])
+    check_unsaved(saved, modules)
+    if base is None:
+        return torch.empty(ranks[0], 0, device="meta"), torch.empty(0, ranks[1], device="meta")
+    inputs, outputs, generator = sizes_and_generator(config, base)
+    shapes = check_draw((ranks[0], inputs), (outputs, ranks[1]))
+    return tuple(_uniform(shape, generator).to(base.dtype) for shape in shapes)
+
+
+def kept(saved: dict[str, Tensor], key: str, *want: int | str) -> Tensor:
+    """A shared tensor of the file. A word in ``want`` allows any size."""
+    if key not in saved:
+        raise AdapterError("missing_tensor", "not in the file, but save_projection is true", key=f"base_model.{key}")
+    found = saved[key]
+    fits = len(found.shape) == len(want) and all(isinstance(w, str) or f == w for f, w in zip(found.shape, want))
+    if not fits or not found.is_floating_point():
+        hint = f"found {tuple(found.shape)}, want ({', '.join(map(str, want))})"
+        raise AdapterError("bad_shape", hint, key=f"base_model.{key}")
+    return found
+
+
+def check_unsaved(saved: dict[str, Tensor], modules: list[Module]) -> None:
     if saved:
         # PEFT draws again and ignores these: the file and its config disagree on which matrices were trained with.
         raise AdapterError("bad_config", f"found false, but the file holds {sorted(saved)}", key="save_projection")
     if any(module.path != module.file_path for module in modules):
         hint = "found false, but the adapter was trained on a wrapped base whose largest layers are unknown"
         raise AdapterError("bad_config", hint, key="save_projection")
-    return draw(config, ranks, base)
 
 
-def _saved(saved: dict[str, Tensor], key: str, dim: int, rank: int) -> Tensor:
-    if key not in saved:
-        raise AdapterError("missing_tensor", "not in the file, but save_projection is true", key=f"base_model.{key}")
-    found = saved[key]
-    if found.dim() != 2 or found.shape[dim] != rank or not found.is_floating_point():
-        want = f"({rank}, inputs)" if dim == 0 else f"(outputs, {rank})"
-        raise AdapterError("bad_shape", f"found {tuple(found.shape)}, want {want}", key=f"base_model.{key}")
-    return found
-
-
-def draw(config: dict, ranks: tuple[int, int], base: BaseShape | None) -> tuple[Tensor, Tensor]:
-    """The pair that PEFT draws for these targets; without a base, placeholders on the meta device."""
-    if base is None:
-        return torch.empty(ranks[0], 0, device="meta"), torch.empty(0, ranks[1], device="meta")
+def sizes_and_generator(config: dict, base: BaseShape) -> tuple[int, int, torch.Generator]:
+    """What PEFT draws for these targets with: their largest inputs, their largest outputs, and the generator."""
     key = config["projection_prng_key"]
     if not 0 <= key < 1 << 63:
         raise AdapterError("bad_config", f"found {key}, want 0 <= key < 2**63", key="projection_prng_key")
@@ -97,12 +105,14 @@ def draw(config: dict, ranks: tuple[int, int], base: BaseShape | None) -> tuple[
     shapes = [base[path] for path in names.targets(config, base) if not names.is_embedding(path)]
     if not shapes:
         raise AdapterError("bad_config", "no module of the base is targeted", key="target_modules")
-    inputs, outputs = (max(sizes) for sizes in zip(*shapes))
-    if max(ranks[0] * inputs, ranks[1] * outputs) > MAX_DRAW:
-        found = f"{max(ranks)} x {max(inputs, outputs)} projections"
-        raise AdapterError("too_large", f"{found}; want at most {MAX_DRAW}", key="r")
-    generator = torch.Generator("cpu").manual_seed(key)
-    return tuple(_uniform(shape, generator).to(base.dtype) for shape in ((ranks[0], inputs), (outputs, ranks[1])))
+    return *map(max, zip(*shapes)), torch.Generator("cpu").manual_seed(key)
+
+
+def check_draw(*shapes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    if math.prod(largest := max(shapes, key=math.prod)) > MAX_DRAW:
+        found = " x ".join(map(str, largest))
+        raise AdapterError("too_large", f"{found} projections; want at most {MAX_DRAW}", key="r")
+    return shapes
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
