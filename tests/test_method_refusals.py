@@ -213,3 +213,9 @@ def test_a_refusal_is_short_whatever_the_file_names(changed, tensors, start):
     with pytest.raises(AdapterError) as caught:
         read(lora_config(**changed), lora_tensors() | tensors)
     assert caught.value.reason.startswith(start) and len(str(caught.value)) < 2500
+
+
+def test_a_layer_s_number_may_have_any_length():
+    """Python does not read one of over 4300 digits."""
+    with refused("unknown_key", "leave it out"):
+        read(lora_config(layers_to_transform=[0]), lora_tensors() | lora_tensors(f"model.layers.{'9' * 5000}.mlp.up_proj"), None)
