@@ -17,17 +17,17 @@ Rows are merged into --out after every workload; one that the file has for this 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import linear_regression, median
 
+import decode_args
 import engines
 import record
 from byte_model import added_ms, bytes_of_workload
+from decode_args import runs_on
 from engines import EngineProcess, Settings
 from tables import COUNTED_MS
 from workloads import COMPARISONS, LLAMA_8B_CONFIG, WORKLOADS, Kind
@@ -35,7 +35,6 @@ from workloads import COMPARISONS, LLAMA_8B_CONFIG, WORKLOADS, Kind
 SHORT, LONG = 16, 144
 AT_ONCE = 2  # of SGLang's own engines beside the base's and ours: there is memory for no more
 RANKS = [f"lora_r{rank}x16_bs16" for rank in (8, 16, 32, 64)]  # equal but for the bytes
-BACKENDS = ("scute", *engines.STOCK, "none")
 
 
 def milliseconds(engine: EngineProcess, rows: list[str | None]) -> float:
@@ -201,12 +200,6 @@ def run(args) -> list[dict]:
     return rows
 
 
-def runs_on(backend: str, id: str) -> bool:
-    if backend == "none":
-        return id.startswith("none_")
-    return backend == "scute" or (backend in WORKLOADS[id].stock and WORKLOADS[id].stock_rank() is not None)
-
-
 def line(row: dict) -> str:
     target = f"target {row['target']:.3f}" if row["target"] else ""
     return (
@@ -216,21 +209,7 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["scute"])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="ID")
-    parser.add_argument("--out", type=Path, help="JSON file to merge the rows into")
-    parser.add_argument("--again", action="store_true", help="measure workloads that the file already has")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel GPUs of every engine; one --out for each")
-    parser.add_argument("--slots", type=int, default=1024, help="adapter slots of our engine")
-    parser.add_argument("--capture", type=int, nargs="+", help="captured batch sizes; default: the workloads' own")
-    parser.add_argument("--memory", type=float, default=0.7, help="mem_fraction_static of each engine")
-    parser.add_argument("--model", type=Path, default=Path("/tmp/llama8b"), help="folder for the model's config")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/scute_bench"), help="folder for adapter files")
-    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="all-reduce over NCCL alone")
-    parser.add_argument("--patch-stock-loader", action="store_true", help=engines.patch_stock_loader.__doc__)
-    args = parser.parse_args(argv)
+    args = decode_args.parse(argv, __doc__)
     os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # engines that start together see each other's memory
     if args.patch_stock_loader:
         engines.patch_stock_loader()

@@ -102,3 +102,49 @@ def test_each_of_sglang_s_own_is_measured_where_it_is_worth_a_start():
         (16, ("triton_experimental", "csgmv")), (64, ("triton_experimental", "csgmv")), (256, ("triton_experimental",)),
     ]  # fmt: skip
     assert sorted(id for phase in found for id in phase.ids) == sorted(WORKLOADS)  # each once: ours runs all
+
+
+ROW = {"workload": "none_bs16", "backend": "scute", "bs": 16, "tenants": 0, "tpot_ms": 1.0, "base_ms": 1.0, "ratio": 1.0}
+ROW |= {"spread": 0.0, "predicted_ms": 1.0, "target": None}
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--rounds", "0"], "--rounds: found '0', want a whole number of at least 1"),
+    (["--rounds", "x"], "--rounds: found 'x'"),
+    (["--tp", "-1"], "--tp: found '-1'"),
+    (["--capture", "16", "0"], "--capture: found '0'"),
+    (["--slots", "15", "--workloads", "ia3x16_bs16"], "--slots 15: these --workloads have up to 16 tenants"),
+    (["--memory", "nan"], "--memory: found 'nan', want a number between 0 and 1"),
+    (["--memory", "1"], "--memory: found '1'"),
+    (["--backends", "scute", "none", "--workloads", "lora_r16x1_bs1"], "--backends none: runs none of these"),
+    (["--backends", "csgmv", "--workloads", "ia3x16_bs16"], "--backends csgmv: runs none of these"),
+    (["--model", "FILE"], "--model: "),
+    (["--scratch", "FILE"], "--scratch: "),
+    (["--model", "FOREIGN"], "holds another model's config.json"),
+    (["--out", "FOREIGN"], "is a folder, want a file"),
+    (["--out", "FILE/x.json"], "is not a folder that can be written to"),
+    (["--out", "FILE"], "not readable as JSON"),
+    (["--out", "LIST"], "is not a result file"),
+    (["--out", "ROWS"], "has a row {'workload': 'none_bs16'}; want workload, backend"),
+    (["--out", "GOOD", "--tp", "2"], "has rows of --tp 1, not 2"),
+])  # fmt: skip
+def test_what_cannot_be_measured_ends_before_an_engine_starts(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(bench_decode, "EngineProcess", None)
+    monkeypatch.setattr(bench_decode.engines, "patch_stock_loader", None)
+    foreign = tmp_path / "FOREIGN"
+    foreign.mkdir()
+    (foreign / "config.json").write_text('{"model_type": "qwen2"}')
+    files = {"FILE": "", "LIST": "[]", "ROWS": json.dumps({"rows": [{"workload": "none_bs16"}]}), "GOOD": json.dumps({"rows": [ROW]})}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    places = {name: str(tmp_path / name) for name in (*files, "FOREIGN", "FILE/x.json")}
+    with pytest.raises(SystemExit) as end:
+        bench_decode.main(["--patch-stock-loader", *(places.get(word, word) for word in words)])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+    assert (foreign / "config.json").read_text() == '{"model_type": "qwen2"}'
+
+
+def test_an_earlier_file_of_this_benchmark_is_continued(tmp_path):
+    (tmp_path / "decode.json").write_text(json.dumps({"rows": [ROW, ROW | {"workload": "of an earlier version", "tp": 4}]}))
+    again = ["--workloads", "none_bs16", "--out", str(tmp_path / "decode.json"), "--model", str(tmp_path / "model")]
+    assert bench_decode.main(again) == 0

@@ -16,6 +16,7 @@ from small_files import (
 )  # fmt: skip
 
 from scute_sgl import checkpoint
+from scute_sgl.errors import AdapterError
 from scute_sgl.methods import METHODS, common
 
 
@@ -199,3 +200,22 @@ def test_readers_do_not_import_peft_or_sglang():
         text = file.read_text()
         assert not re.search(r"^\s*(import|from) (peft|sglang|transformers)", text, re.MULTILINE), file
         assert not re.search(r"torch\.load|import pickle|\beval\(|\bexec\(", text), "B118 B121"
+
+
+@pytest.mark.parametrize("changed, tensors, start", [
+    ({"target_modules": [["a" * 100_000]]}, {}, "target_modules: found [['aaa"),
+    ({"layers_to_transform": ["a" * 100_000]}, {}, "layers_to_transform: found ['aaa"),
+    ({"a" * 100_000: 1}, {}, "aaa"),
+    ({}, {"a" * 100_000: torch.ones(1)}, "aaa"),
+    ({}, {key("lora_A.weight", "a" * 100_000): torch.ones(1)}, "base_model.model.aaa"),
+])  # fmt: skip
+def test_a_refusal_is_short_whatever_the_file_names(changed, tensors, start):
+    with pytest.raises(AdapterError) as caught:
+        read(lora_config(**changed), lora_tensors() | tensors)
+    assert caught.value.reason.startswith(start) and len(str(caught.value)) < 2500
+
+
+def test_a_layer_s_number_may_have_any_length():
+    """Python does not read one of over 4300 digits."""
+    with refused("unknown_key", "leave it out"):
+        read(lora_config(layers_to_transform=[0]), lora_tensors() | lora_tensors(f"model.layers.{'9' * 5000}.mlp.up_proj"), None)

@@ -161,6 +161,18 @@ def test_what_small_matrices_stand_for_is_bounded_before_it_is_made(monkeypatch,
             read_changed(method, config, file, base=None)
 
 
+def test_what_all_modules_stand_for_is_bounded_before_the_first_is_read(monkeypatch):
+    moved = {k.replace(PATH, "model.layers.1.mlp.up_proj"): t for k, t in FILES["LOHA"][1].items()}
+    rank = len(FILES["LOHA"][1][key("hada_w1_b")]) ** 2
+    values = 2 * min(rank, 8) * (8 + 16)
+    monkeypatch.setattr(common, "MAX_VALUES", values)
+    assert len(read_changed("LOHA", tensors=moved).modules) == 2
+    monkeypatch.setattr(common, "MAX_VALUES", values - 1)
+    monkeypatch.setattr(common, "build", None)
+    with refused("too_large", "model.layers.1.mlp.up_proj", "hada_w1_a", f"{values} values", f"{values - 1}"):
+        read_changed("LOHA", tensors=moved)
+
+
 @pytest.mark.parametrize("method", ["LOKR", "HIRA"])
 def test_the_values_of_structures_count(monkeypatch, method):
     (module,) = read_changed(method).modules.values()

@@ -122,6 +122,8 @@ def test_peft_reads_the_model_s_own_last(tmp_path):
     ({"r": 0}, {}, "bad_config", ["r: found 0"]),
     ({"randlora_alpha": "640"}, {}, "bad_config", ["randlora_alpha", "'640'"]),
     ({"randlora_alpha": 1e300}, {}, "bad_config", [PATH, "randlora_lambda", "overflows"]),
+    ({}, {key("randlora_gamma"): torch.full((2, 8), 3e38)}, "bad_config", [PATH, "randlora_gamma", "not finite"]),
+    ({"r": 3}, tensors(3, **{B: torch.full((16, 3, 3), 3e38)}), "bad_config", [PATH, "randlora_gamma", "not finite"]),
     ({"sparse": 1}, {}, "bad_config", ["sparse", "found 1"]),
     ({"very_sparse": "yes"}, {}, "bad_config", ["very_sparse", "'yes'"]),
     ({"save_projection": False}, {}, "bad_config", ["save_projection", "randlora_A"]),
@@ -166,6 +168,25 @@ def test_what_a_small_file_stands_for_is_bounded(monkeypatch):
             read(config(r=r), tensors(r))
 
 
+def test_a_small_file_of_much_work_is_refused_before_any(monkeypatch):
+    def never(*_):
+        raise AssertionError("too late")
+
+    read(config(save_projection=False), tensors(**UNSAVED))
+    monkeypatch.setattr(randlora, "_draw", never)
+    file = tensors(**UNSAVED) | tensors(path=DOWN, **UNSAVED)
+    monkeypatch.setattr(common, "MAX_VALUES", 2 * 8 * (16 + 8) - 1)  # each layer alone would pass
+    with refused("too_large", DOWN, "randlora_lambda", "384 values", "383"):
+        read(config(save_projection=False), file)
+    monkeypatch.undo()
+    monkeypatch.setattr(randlora, "_draw", never)
+    monkeypatch.setattr(randlora, "MAX_PRODUCTS", 8 * 16 * 100 - 1)
+    with refused("too_large", "r: found 100", "12800 multiplications", "12799"):
+        read(config(save_projection=False, r=100), tensors(100, **UNSAVED))
+    with pytest.raises(AssertionError, match="too late"):  # a divisor of 8 has no product
+        read(config(save_projection=False, r=1), tensors(1, **UNSAVED))
+
+
 def test_embeddings_are_refused_by_module():
     with refused("unsupported_method", EMBED, "no embedding layer"):
         read(config(target_modules=None), tensors(path=EMBED))
@@ -174,6 +195,8 @@ def test_embeddings_are_refused_by_module():
 def test_the_base_tells_which_side_of_a_layer_gamma_belongs_to():
     with pytest.raises(NeedsBase, match="gamma"):
         read(config(), tensors(), None)
+    with refused("missing_tensor", A):  # which no base would bring
+        read(config(), tensors(**{A: None}), None)
 
 
 @pytest.mark.parametrize("odd", [A, B, key("randlora_lambda"), key("randlora_gamma")])

@@ -17,9 +17,16 @@ HTTP_STATUS = {
 }
 
 
+LONGEST, LONGEST_PLACE = 2000, 200  # characters of a hint, and of a module or key: files may name things at any length
+
+
 def printable(text: str) -> str:
     """``text`` on one line, without control characters: files and requests may hold any, logs and terminals not."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class AdapterError(ValueError):
@@ -31,6 +38,7 @@ class AdapterError(ValueError):
 
     def __init__(self, code: str, hint: str, *, adapter: str = "", module: str = "", key: str = ""):
         assert code in HTTP_STATUS, code
+        hint, module, key = _cut(hint, LONGEST), _cut(module, LONGEST_PLACE), _cut(key, LONGEST_PLACE)
         self.code, self.hint, self.adapter, self.module, self.key = code, hint, adapter, module, key
         super().__init__(code, hint, adapter, module, key)
 

@@ -191,7 +191,7 @@ def targets(config: dict, paths: Iterable[str]) -> set[str]:
         # A list's suffix obeys layers_to_transform; a full path in the list does not, nor does a regex.
         if layers and isinstance(wanted, list) and path not in wanted:
             match = next(filter(None, (rule.match(path) for rule in layer_rules)), None)
-            if match is None or int(match["idx"]) not in layers:
+            if match is None or len(match["idx"]) > 9 or int(match["idx"]) not in layers:  # Python reads 4300 digits at most
                 continue
         found.add(path)
     return found

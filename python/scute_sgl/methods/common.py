@@ -93,6 +93,18 @@ def check_expanded(values: int, module: names.Module, name: str) -> None:
         raise NeedsBase("too_large", f"it stands for {values} values", module=module.path, key=name)
 
 
+def check_all_expanded(modules: list[names.Module], rank: Callable[[names.Module], int], name: str) -> None:
+    """The terms of all modules together, of this rank or their whole one, before work on the first; with a base."""
+    values = 0
+    for module in modules:
+        if module.adapted and module.in_features is not None:
+            sizes = module.in_features, module.out_features
+            values += min(rank(module), *sizes) * sum(sizes)
+            if values > MAX_VALUES:
+                hint = f"the modules up to it stand for {values} values, want up to {MAX_VALUES}"
+                raise module.error("too_large", name, hint)
+
+
 def ranks_and_scales(c: dict) -> Callable[[names.Module], tuple[int, float]]:
     """Rank and alpha / rank of a module, by the settings r, alpha, rank_pattern and alpha_pattern."""
     ranks = names.Patterns(c["rank_pattern"], "rank_pattern")

@@ -44,4 +44,5 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         return Slots(terms=(Term(A, B),))
 
     modules, _ = group(tensors, base, PARAMETERS)
+    common.check_all_expanded(modules, lambda module: rank_and_scale(module)[0] ** 2, "hada_w1_a")
     return common.build("LOHA", config, modules, read_one)

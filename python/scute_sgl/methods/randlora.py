@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from scute_sgl import names
-from scute_sgl.errors import NeedsBase
-from scute_sgl.linalg import dense
+from scute_sgl.errors import AdapterError, NeedsBase
+from scute_sgl.linalg import all_finite, dense
 from scute_sgl.methods import common, vera
 from scute_sgl.names import Module
 from scute_sgl.slots import Adapter, BaseShape, Slots, Term
@@ -36,6 +36,7 @@ FIELDS = vera.FIELDS | {"r": 32, "randlora_alpha": 640.0, "sparse": False, "very
 NEUTRAL = frozenset({"randlora_dropout"})
 PARAMETERS = ("randlora_lambda", "randlora_gamma")
 SHARED = ("randlora_A", "randlora_B")
+MAX_PRODUCTS = 1 << 42  # multiplications of all Q P: r comes from a file that lambda and gamma hardly make larger
 
 
 def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Adapter:
@@ -43,13 +44,14 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     r = common.rank(c["r"])
     scale = common.number(c["randlora_alpha"], "randlora_alpha") / r
     modules, saved = names.group(tensors, base, PARAMETERS + SHARED, SHARED)
+    if not c["save_projection"]:
+        vera.check_unsaved(saved, modules)
+    else:
+        kept = vera.kept(saved, SHARED[0], r, 1, "inputs"), vera.kept(saved, SHARED[1], "outputs", "N", r)
     if base is None:
         raise NeedsBase("wrong_base", "which side of a layer is the smaller, and has gamma, only the base tells")
-    if c["save_projection"]:
-        whole_A, whole_B = vera.kept(saved, SHARED[0], r, 1, "inputs"), vera.kept(saved, SHARED[1], "outputs", "N", r)
-    else:
-        vera.check_unsaved(saved, modules)
-        whole_A, whole_B = _draw(c, r, base)
+    _check_work(modules, r)
+    whole_A, whole_B = kept if c["save_projection"] else _draw(c, r, base)
 
     def read_one(module: Module) -> Slots:
         common.refuse_embedding(module, "RandLoRA")
@@ -64,11 +66,12 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
         if whole_A.shape[2] < m or len(whole_B) < longer or whole_B.shape[1] < n:
             found = f"found shared matrices {tuple(whole_A.shape)} and {tuple(whole_B.shape)}"
             raise module.error("bad_shape", "", f"{found}, want at least {(r, 1, m)} and {(longer, n, r)}")
-        common.check_expanded(min(r * n, m) * (m + longer), module, "randlora_lambda")
         A, B, weights, gamma = common.alike(whole_A[:, :, :m], whole_B[:longer, :n], weights, gamma)
         P, Q = (weights[:, :, None] * A * gamma).flatten(0, 1), B.flatten(1)
+        product = Q @ P if r * n > m else P
+        if not all_finite(product):
+            raise module.error("bad_config", "randlora_gamma", "not finite times lambda, alpha and the shared matrices")
         if r * n > m:
-            product = Q @ P
             return Slots(terms=(dense(product if m == module.in_features else product.T),))
         P, Q = _balanced(P, Q)
         return Slots(terms=(Term(P, Q) if m == module.in_features else Term(Q.T, P.T),))
@@ -76,10 +79,18 @@ def read(config: dict, tensors: dict[str, Tensor], base: BaseShape | None) -> Ad
     return common.build("RANDLORA", config, modules, read_one)
 
 
+def _check_work(modules: list[Module], r: int) -> None:
+    common.check_all_expanded(modules, lambda module: module.in_features, "randlora_lambda")
+    sizes = [(module.in_features, module.out_features) for module in modules if module.adapted]
+    work = sum(-(-min(size) // r) * r * math.prod(size) for size in sizes if min(size) % r)
+    if work > MAX_PRODUCTS:
+        hint = f"found {r}, for {work} multiplications; want up to {MAX_PRODUCTS}, or a divisor of the layers' sizes"
+        raise AdapterError("too_large", hint, key="r")
+
+
 def _balanced(P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     """P (k, m) and Q (n, k) with powers of two moved from columns of Q to rows of P, until their largest values are of
-    one size: lambda times gamma alone is so small that float16 would lose it.
-    """
+    one size: lambda times gamma alone is so small that float16 would lose it."""
     low, high = (torch.frexp(tensor.abs().amax(dim)).exponent for tensor, dim in ((P, 1), (Q, 0)))
     shift = (high - low) // 2
     return torch.ldexp(P, shift[:, None]), torch.ldexp(Q, -shift)
@@ -102,10 +113,8 @@ def _draw(c: dict, r: int, base: BaseShape) -> tuple[Tensor, Tensor]:
 def _signs(shape: tuple[int, ...], one_in: float, generator: torch.Generator) -> Tensor:
     """1 and -1, each in one of 2 * ``one_in`` places, else 0."""
     drawn = torch.rand(shape, generator=generator)
-    low, high = drawn < 1 / (2 * one_in), drawn > 1 - 1 / (2 * one_in)
-    return high.float() - low.float()
+    return (drawn > 1 - 1 / (2 * one_in)).float() - (drawn < 1 / (2 * one_in)).float()
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    empty = torch.empty(shape, dtype=torch.bfloat16)
-    return torch.nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+    return torch.nn.init.kaiming_uniform_(torch.empty(shape, dtype=torch.bfloat16), a=math.sqrt(5), generator=generator)
