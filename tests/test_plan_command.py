@@ -180,8 +180,8 @@ def test_known_gpus_are_plausible():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "with 4,480 GB/s and 1.60 us a launch, both measured"),
-        (["--gpu", "l4"], "with 300 GB/s by the datasheet and 1.60 us a launch, assumed, as measured on an H200"),
+        ([], "with 4,480 GB/s and 3.30 us a launch, both measured"),
+        (["--gpu", "l4"], "with 300 GB/s by the datasheet and 3.30 us a launch, assumed, as measured on an H200"),
         (OTHER, "with 1,000 GB/s and 2.00 us a launch, as given"),
     ],
 )

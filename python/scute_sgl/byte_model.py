@@ -45,7 +45,7 @@ class Gpu:
 
 
 MEASURED, DATASHEET, GIVEN = "measured", "datasheet", "given"
-LAUNCH = 1.6e-6  # H200: the median of six, 1.5 to 2.2 (ops_beside_h200.json: tiny_ms over 128). Vendors publish none
+LAUNCH = 3.3e-6  # H200, by measure(): benchmarks/results/gpu_constants_h200.json. Vendors publish none
 PCIE5, PCIE4 = 64e9, 32e9  # x16, one direction: half of what the datasheets add up
 
 
