@@ -23,22 +23,21 @@ batch. Of the nine, plain LoRA is also served by SGLang's own triton backend, fo
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import every_method
+import judged
 import record
 import torch
 import tp_engine
 from engines import PLAIN, EngineProcess
-from peft_models import EFFECTS, LLAMA_1B, TINY, Recipe, recipes, write_adapters, write_base
+from peft_models import LLAMA_1B, TINY, Recipe, recipes, write_adapters, write_base
 
 from scute_sgl import judge as judging
-from scute_sgl.judge import FLOAT32_ERROR, PEFT_ERROR, Answers, Peft
+from scute_sgl.judge import Answers, Peft
 
-LIMITS = {"peft_error": PEFT_ERROR, "base_error": 1.5, "p999_of_lora": 1.5, "error_over_effect_fp16": 0.015}
 START_SECONDS, ASK_SECONDS = 600, 300  # without an answer for so long, something hangs
 
 
@@ -103,79 +102,29 @@ def answer(
     return answers, ""
 
 
-def judge(runs: list[dict], base: Path, folders: dict[str, Path], dtype: torch.dtype, errors: dict, args) -> list[dict]:
-    """For the answers of each engine the figures of every adapter (None: the base), against PEFT in float32 and in the
-    serving dtype. PEFT reads all engines' answers of an adapter at once; what it cannot run gets into ``errors``.
-    """
-    exact, same = Peft(base, torch.float32, args.device), Peft(base, dtype, args.device)
-    figures = [{} for _ in runs]
-    for name in runs[0]:
-        ids, tokens = (torch.cat([getattr(answers[name], part) for answers in runs]) for part in ("ids", "tokens"))
-        begun = time.perf_counter()
-        try:
-            bare = exact.logprobs(None, ids, tokens)
-            expected, peft = (side.logprobs(folders.get(name), ids, tokens) for side in (exact, same))
-        except Exception as error:  # noqa: BLE001 - the others are judged all the same
-            errors[name] = f"PEFT cannot run it: {type(error).__name__}: {error}"
-            continue
-        print(f"  PEFT has read {name or 'the base'} in {time.perf_counter() - begun:.1f} s", flush=True)
-        parts = zip(*(t.split(args.rows) for t in (expected, bare, peft)), strict=True)
-        for answers, found, part in zip(runs, figures, parts, strict=True):
-            found[name] = judging.figures(answers[name].served, *part)
-    return figures
-
-
-def rows_of(
-    backend: str, dtype: str, chosen: dict[str, Recipe], figures: dict, errors: dict, scales: dict, args
-) -> list[dict]:
-    """A row for every adapter and the base: its figures, or its error."""
-    base_error = figures[None]["mean_error"] if None in figures else math.nan
-    plain = [f["p999_error"] for name, f in figures.items() if name and chosen[name].method == "LORA"]
-    rows = []
-    for name in [*chosen, None]:
-        row = {"method": chosen[name].method if name else "base", "adapter": name or "base"}
-        row |= {"backend": backend, "dtype": dtype, "tp": args.tp}
-        if name not in figures:
-            rows.append(row | {"ok": False, "error": errors[name]})
-            continue
-        f = figures[name]
-        row |= f | {
-            "base_error": base_error,
-            "error_over_effect": f["mean_error"] / f["effect"] if name else None,
-            "scale": scales.get(name),
-        }
-        rows.append(row | {"ok": is_ok(row, max(plain, default=math.nan))})
-    return rows
-
-
-def is_ok(row: dict, lora_p999: float) -> bool:
-    if row["dtype"] == "float32":
-        return row["max_error"] <= FLOAT32_ERROR
-    if row["method"] == "base":
-        return row["mean_error"] <= LIMITS["peft_error"] * row["peft_error"]
-    return (
-        EFFECTS[0] <= row["effect"] <= EFFECTS[1]
-        and row["mean_error"] <= LIMITS["peft_error"] * row["peft_error"]
-        and row["mean_error"] <= LIMITS["base_error"] * row["base_error"]
-        and row["p999_error"] <= LIMITS["p999_of_lora"] * lora_p999
-        and (row["dtype"] != "float16" or row["error_over_effect"] <= LIMITS["error_over_effect_fp16"])
-    )
-
-
-def run_dtype(dtype: str, folder: Path, chosen: dict[str, Recipe], scales: dict, args) -> list[dict]:
-    """All backends in one dtype. PEFT writes the adapters on the base that is served, in float32."""
+def run_dtype(dtype: str, folder: Path, chosen: dict[str, Recipe], scales: dict, args, keep: Callable) -> list[dict]:
+    """All backends in one dtype. PEFT writes the adapters on the base that is served, in float32. ``keep`` gets our
+    backend's rows whenever PEFT has read one more adapter: a run that is cut short has them."""
     torch_dtype, base = getattr(torch, dtype), folder / "base"
     folders = {name: folder / name for name in chosen}
     write_base(base, args.config, torch_dtype, args.device)
-    rows = run_backend("scute", base, folders, torch_dtype, chosen, scales, args)
+    rows = run_backend("scute", base, folders, torch_dtype, chosen, scales, args, keep)
     if args.device == "cuda" and args.adapters == "nine":
         plain = {name: recipe for name, recipe in chosen.items() if recipe.method == "LORA"}
-        rows += run_backend("triton", base, {name: folders[name] for name in plain}, torch_dtype, plain, scales, args)
+        plain_folders = {name: folders[name] for name in plain}
+        rows += run_backend("triton", base, plain_folders, torch_dtype, plain, scales, args, lambda rows: None)
     return rows
 
 
-def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, chosen: dict, scales: dict, args) -> list[dict]:
+def run_backend(
+    backend: str, base: Path, folders: dict, dtype: torch.dtype, chosen: dict, scales: dict, args, keep: Callable
+) -> list[dict]:
     """Ours starts while the adapters are written, and gets them one by one."""
+
+    def rows(figures: list[dict]) -> list[dict]:
+        found = judged.rows_of(backend, name, chosen, figures[0], errors, scales, args)
+        return [row | {"ok": False, "batch": wrong} for row in found] if wrong else found
+
     name, errors, answers, wrong = str(dtype).removeprefix("torch."), {}, {}, ""
     at_start = {} if backend == "scute" else folders
     with EngineProcess(start, backend, base, at_start, name, len(chosen), args) as engine:
@@ -195,22 +144,9 @@ def run_backend(backend: str, base: Path, folders: dict, dtype: torch.dtype, cho
         except Exception as error:  # noqa: BLE001 - the next dtype is wanted all the same
             errors = dict.fromkeys([*chosen, None], f"{type(error).__name__}: {error}") | errors
     record.stage(f"{name}: {backend} has answered {wrong}")
-    figures = judge([answers], base, folders, dtype, errors, args)[0]
+    figures = judged.judge([answers], base, folders, dtype, errors, args, lambda figures: keep(rows(figures)))
     record.stage(f"{name}: answers are judged")
-    rows = rows_of(backend, name, chosen, figures, errors, scales, args)
-    return [row | {"ok": False, "batch": wrong} for row in rows] if wrong else rows
-
-
-def line(row: dict) -> str:
-    if "error" in row:
-        return f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} NOT OK: {row['error']}"
-    share = "" if row["error_over_effect"] is None else f"{row['error_over_effect']:.2%}"
-    return (
-        f"{row['adapter']:9} {row['backend']:7} {row['dtype']:9} effect {row['effect']:6.3f}"
-        f"  mean {row['mean_error']:.2e}  p999 {row['p999_error']:.2e}  max {row['max_error']:.2e}"
-        f"  peft {row['peft_error']:.2e}"
-        f"  base {row['base_error']:.2e}  {share:>7}  {'ok' if row['ok'] else 'NOT OK'}"
-    )
+    return rows(figures)
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -238,11 +174,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     set_sizes(args, TINY)
     rows, scales, chosen = [], {}, choose(args)
+
+    def keep(new: list[dict]) -> None:
+        record.save(args.out, rows + new, limits=judged.LIMITS, base=args.config)
+
     for dtype in args.dtypes:
         with tempfile.TemporaryDirectory(prefix="scute-exactness-") as scratch:
-            rows += run_dtype(dtype, Path(scratch), chosen, scales, args)
-        record.save(args.out, rows, limits=LIMITS, base=args.config)
-    print("\n".join(map(line, rows)))
+            rows += run_dtype(dtype, Path(scratch), chosen, scales, args, keep)
+        keep([])
+    print("\n".join(map(judged.line, rows)))
     return 0 if all(row["ok"] for row in rows if row["backend"] == "scute") else 1
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import every_method
 import exactness
+import judged
 import record
 import torch
 import tp_engine
@@ -136,12 +137,12 @@ class Checks:
 
     def judge(self, answers: list[dict]) -> None:
         args = self.args
-        figures = exactness.judge(answers, self.base, self.paths, getattr(torch, args.dtype), self.errors, args)
+        figures = judged.judge(answers, self.base, self.paths, getattr(torch, args.dtype), self.errors, args)
         for tp, found in zip((1, args.tp), figures, strict=True):
             of_tp = argparse.Namespace(**vars(args) | {"tp": tp})
-            self.exact += exactness.rows_of("scute", args.dtype, self.chosen, found, self.errors, self.scales, of_tp)
-        record.save(self.file("exactness"), self.exact, limits=exactness.LIMITS, base=args.config)
-        print("\n".join(map(exactness.line, self.exact)), flush=True)
+            self.exact += judged.rows_of("scute", args.dtype, self.chosen, found, self.errors, self.scales, of_tp)
+        record.save(self.file("exactness"), self.exact, limits=judged.LIMITS, base=args.config)
+        print("\n".join(map(judged.line, self.exact)), flush=True)
 
     def differences(self, one: EngineProcess, many: EngineProcess, of_one: dict, of_many: dict) -> None:
         names = [name for name in of_one for _ in range(self.args.rows)]

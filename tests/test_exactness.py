@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import every_method  # noqa: E402
 import exactness  # noqa: E402
+import judged  # noqa: E402
 import tables  # noqa: E402
 from peft_models import EFFECTS, TINY, Probe, write_adapters, write_base  # noqa: E402
 
@@ -83,13 +84,13 @@ def rows(errors: dict, **changed) -> list[dict]:
     chosen = {name: every_method.recipes()[name] for name in ("lora_r8", "hra", "osf")}
     figures = {name: dict(FIGURES) for name in [*chosen, None] if name not in errors}
     figures["hra"] |= changed
-    return exactness.rows_of("scute", "float16", chosen, figures, errors, {}, Namespace(tp=1))
+    return judged.rows_of("scute", "float16", chosen, figures, errors, {}, Namespace(tp=1))
 
 
 def test_a_failure_is_a_row_that_is_not_ok():
     found = {row["adapter"]: row for row in rows({"osf": "refused"})}
     assert [row["ok"] for row in found.values()] == [True, True, False, True]
-    assert found["osf"]["error"] == "refused" and "NOT OK: refused" in exactness.line(found["osf"])
+    assert found["osf"]["error"] == "refused" and "NOT OK: refused" in judged.line(found["osf"])
     lines = tables.every(list(found.values())).splitlines()
     assert len(lines) == 2 + len(found) and "| OSF | osf | 1 | failed |" in lines[4]
 
@@ -118,3 +119,23 @@ def test_the_batch_must_be_one_and_replayed(tenants, methods, replays, device, w
     args = Namespace(new_tokens=24, device=device)
     answers, found = exactness.answer(engine, ["lora_r8", "hra", None], {}, every_method.recipes(), args)
     assert answers == "answers" and (wrong in found if wrong else found == "")
+
+
+def test_what_peft_has_read_is_kept_before_the_rest(written, base):
+    chosen, _, _ = written
+    names = ["lora_r8", "hra"]
+    args = Namespace(device="cpu", rows=1, tp=1)
+    ids = torch.arange(12)[None] % TINY["vocab_size"]
+    tokens = torch.arange(20).expand(1, 4, 20)
+    answers = {name: Namespace(ids=ids, tokens=tokens, served=torch.zeros(1, 4, 20)) for name in [*names, None]}
+    kept, errors = [], {}
+    folders = {name: base.parent / name for name in names}
+
+    def keep(figures: list[dict]) -> None:
+        few = {name: chosen[name] for name in names}
+        kept.append(judged.rows_of("scute", "float16", few, figures[0], errors, {}, args))
+
+    judged.judge([answers], base, folders, torch.float32, errors, args, keep)
+    read = [[row["adapter"] for row in rows if "error" not in row] for rows in kept]
+    assert read == [["base"], ["lora_r8", "base"], ["lora_r8", "hra", "base"]]
+    assert kept[0][0]["error"] == "not read by PEFT yet" and not kept[0][0]["ok"]

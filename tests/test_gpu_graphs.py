@@ -1,7 +1,7 @@
 """Captured decoding on a GPU: replays against the same pass run eagerly, neighbours, storms, and the base's own graph.
 
-SCUTE_REPLAYS sets the number of compared replays (500). Three runners share one GPU, each in its own process: ours
-with and without programmatic dependent launch, and SGLang's without adapters.
+SCUTE_REPLAYS sets the number of compared replays (500). Four runners share one GPU, each in its own process: ours
+with and without programmatic dependent launch, and SGLang's without adapters twice.
 """
 
 import os
@@ -44,6 +44,7 @@ def workers(base):
         "pdl": Worker("scute", base, SCUTE_PDL="1"),
         "no_pdl": Worker("scute", base, SCUTE_PDL="0"),
         "base": Worker("none", base),
+        "base again": Worker("none", base),
     }
     yield running
     for worker in running.values():
@@ -94,9 +95,7 @@ def test_without_adapters_the_base_graph_is_replayed(workers, rows):
 
 
 def test_without_adapters_a_replay_takes_the_base_s_time(workers):
-    ours, base = [], []
-    for _ in range(9):
-        base.append(workers["base"].milliseconds(max(SIZES)))
-        ours.append(workers["pdl"].milliseconds(max(SIZES)))
-    spread = (max(base) - min(base)) / median(base)
-    assert median(ours) / median(base) <= 1 + max(0.005, spread)
+    """Or differs from it by no more than two engines of the base do: each has its weights elsewhere in memory."""
+    turns = [{name: workers[name].milliseconds(max(SIZES)) for name in ("base", "pdl", "base again")} for _ in range(9)]
+    base, ours, again = (median(turn[name] for turn in turns) for name in ("base", "pdl", "base again"))
+    assert ours / min(base, again) <= 1 + max(0.005, abs(base - again) / min(base, again)), turns
