@@ -3,6 +3,7 @@ import torch
 from ops_cases import DEVICES, NO_PLAN, Case, make_plan, row_slots, world
 
 from scute_sgl import layout, ops, reference
+from scute_sgl.reference_reads import tenants
 
 
 @pytest.fixture(params=DEVICES)
@@ -21,7 +22,7 @@ def used(plan: torch.Tensor) -> list:
     sizes = [layout.PLAN_HEADER, 4 * n, 4 * n, 4 * max(n, layout.WORKERS), 2 * n]
     _, tiles, shared_tiles, shares, _ = plan.split(sizes)
     lists = [
-        (part.view(-1, 4)[:count].tolist(), [(key, rows.tolist()) for key, rows in reference.tenants(plan, shared)])
+        (part.view(-1, 4)[:count].tolist(), [(key, rows.tolist()) for key, rows in tenants(plan, shared)])
         for shared, (part, count) in enumerate(zip((tiles, shared_tiles), plan[:2].tolist()))
     ]
     return [plan[:6].tolist(), *lists, shares.view(-1, 4).tolist()]

@@ -9,6 +9,7 @@ from ops_checks import check_neighbours, check_update, on_cpu, same_bits
 from test_ops_structured import make
 
 from scute_sgl import layout, ops, reference
+from scute_sgl.reference_reads import Entry, of_weight
 from scute_sgl.slots import Hadamard
 from scute_sgl.structured import OF_WEIGHT
 
@@ -85,10 +86,10 @@ def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
     for slot in given["row_slot"].clamp(min=0).unique().tolist():
         rows = (given["row_slot"] == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(given["columns"])):
-            entry = reference.Entry(given["arena"], given["table"], given["x"].dtype, slot, given["module"] + i)
+            entry = Entry(given["arena"], given["table"], given["x"].dtype, slot, given["module"] + i)
             if isinstance(s := entry.structure(), OF_WEIGHT):
                 s = replace(s, **{f.name: getattr(s, f.name).double().abs() for f in fields(s)})
-                S = reference.of_weight(s, given["weight"][begin:end].double().abs())
+                S = of_weight(s, given["weight"][begin:end].double().abs())
                 terms[rows, begin:end] += given["x"][rows].double().abs() @ S.T
     return reference.reweigh(**given), terms
 

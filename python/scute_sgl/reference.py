@@ -1,22 +1,21 @@
 """The ops in plain torch and float64: the definition of what ``csrc/`` computes.
 
 Each function takes the arguments of the op of its name. Instead of writing to the last one or two, it returns
-what they become, in float64 and unrounded; ``plan`` is integer and returns the plan itself.
+what they become, in float64 and unrounded; ``plan`` is integer and returns the plan itself. reference_reads.py holds
+what they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
 
 import torch
 from torch import Tensor
 
 from scute_sgl import layout
-from scute_sgl import structured as blocks
-from scute_sgl.slots import Hadamard, Kronecker, Sparse, Structure
+from scute_sgl.reference_reads import Entry, matrices, of_weight, shared_set, tenants
+from scute_sgl.structured import OF_WEIGHT
 
 
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ def structured(
         rows = (row_slot == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(columns)):
             s = Entry(arena, table, dtype, slot, module + i).structure()
-            if s is not None and not isinstance(s, blocks.OF_WEIGHT):
+            if s is not None and not isinstance(s, OF_WEIGHT):
                 M, S = matrices(s, end - begin, x.shape[1])
                 y[rows, begin:end] = y[rows, begin:end] @ M.T + x[rows].double() @ S.T
     return y
@@ -196,36 +195,9 @@ def reweigh(
     for slot in row_slot[row_slot >= 0].unique().tolist():
         rows = (row_slot == slot).nonzero().flatten()
         for i, (begin, end) in enumerate(pairwise(columns)):
-            if isinstance(s := Entry(arena, table, dtype, slot, module + i).structure(), blocks.OF_WEIGHT):
+            if isinstance(s := Entry(arena, table, dtype, slot, module + i).structure(), OF_WEIGHT):
                 y[rows, begin:end] += x[rows].double() @ of_weight(s, weight[begin:end].double()).T
     return y
-
-
-def of_weight(s: Structure, W: Tensor) -> Tensor:
-    """S (out, in) in float64."""
-    if isinstance(s, Hadamard):
-        return W * (s.B.double() @ s.A.double())
-    M, r = s.M.double(), s.M.shape[1]
-    tiles = W.view(len(M), r, -1, r)  # [block of outputs, output, block of inputs, input]
-    return (torch.einsum("konq,kqi->koni", tiles, M) + M[:, :, None]).reshape(W.shape)
-
-
-def matrices(s: Structure, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """What a packed structure does: M (out, out) and S (out, in) in float64, y' = M y + S x."""
-    numbers = {f.name: v.double() for f in fields(s) if isinstance(v := getattr(s, f.name), Tensor)}
-    device = next(iter(numbers.values())).device
-    M, S = torch.eye(outputs, device=device).double(), torch.zeros(outputs, inputs, device=device).double()
-    if isinstance(s, Kronecker):
-        w2 = numbers["w2"] if s.w2_b is None else numbers["w2"] @ numbers["w2_b"]
-        return M, torch.einsum("lp,oq->lopq", numbers["w1"], w2).reshape(outputs, inputs)
-    if isinstance(s, Sparse):
-        return M, S.index_put_((s.rows, s.columns), numbers["values"])
-    half, each = s.group // 2, 1 + s.one_each
-    first = torch.arange(outputs, device=device).view(-1, 2, half)[:, 0].flatten()
-    f1, f2 = (numbers[name].view(-1, half).repeat_interleave(each, 0).flatten() for name in ("f1", "f2"))
-    M.diagonal().add_(f1)
-    M[first, first + half], M[first + half, first] = -f2[first], f2[first + half]
-    return M, S
 
 
 def token_rows(ids: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, y: Tensor) -> Tensor:
@@ -245,59 +217,6 @@ def token_logits(x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, modu
             own, rows = entry.tokens(x.shape[1])
             y[row, own.long()] = rows @ x[row].double()
     return y
-
-
-class Entry:
-    """What one slot does to one module: its tensors, unpacked from the arena, in float64."""
-
-    def __init__(self, arena: Tensor, table: Tensor, dtype: torch.dtype, slot: int, module: int):
-        self.arena, self.dtype, self.fields = arena, dtype, table[slot, module].tolist()
-        meta = self.fields[layout.META]
-        self.rank8, self.rotation_block, self.one_block = meta & 0xFFFF, meta >> 16 & 0xFFFF, bool(meta >> 32 & 1)
-
-    def has(self, field: int) -> bool:
-        return self.fields[field] >= 0
-
-    def read(self, field: int, *shape: int) -> Tensor:
-        return read(self.arena, self.dtype, self.fields[field], *shape)
-
-    def structure(self) -> Structure | None:
-        """In the serving dtype."""
-        offset = self.fields[layout.STRUCTURE]
-        return None if offset < 0 else blocks.unpack(self.arena, offset, self.dtype)
-
-    def a(self, inputs: int) -> Tensor:
-        return layout.unpack_a(self.read(layout.A, self.rank8 // 8, inputs // 8, 8, 8))
-
-    def b(self, outputs: int) -> Tensor:
-        return layout.unpack_b(self.read(layout.B, self.rank8 // 8, outputs, 8))
-
-    def tokens(self, width: int) -> tuple[Tensor, Tensor]:
-        """Its own tokens, and their rows."""
-        ids, rows = layout.unpack_rows(self.arena, self.fields[layout.TOKENS], width, self.dtype)
-        return ids, rows.double()
-
-
-def read(arena: Tensor, dtype: torch.dtype, offset: int, *shape: int) -> Tensor:
-    """The tensor at a byte offset of the arena, in float64."""
-    return arena[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape).double()
-
-
-def shared_set(arena: Tensor, sets: Tensor, dtype: torch.dtype, index: int) -> tuple[Tensor, Tensor]:
-    """A (rank8, in) and B (out, rank8) of a shared set, in float64."""
-    a, b, rank8, inputs, outputs = sets[index].tolist()
-    A = read(arena, dtype, a, rank8 // 8, inputs // 8, 8, 8)
-    B = read(arena, dtype, b, rank8 // 8, outputs, 8)
-    return layout.unpack_a(A), layout.unpack_b(B)
-
-
-def tenants(plan: Tensor, shared: bool = False) -> Iterator[tuple[int, Tensor]]:
-    """(slot, rows) of every private tile, or (shared set, rows) of every shared one."""
-    n = layout.plan_rows(len(plan))
-    tiles = plan[layout.PLAN_HEADER + 4 * n * shared :][: 4 * n]
-    perm = plan[len(plan) - 2 * n + n * shared :][:n]
-    for key, begin, rows, _ in tiles.view(n, 4)[: plan[int(shared)]].tolist():
-        yield key, perm[begin : begin + rows].long()
 
 
 def _put(plan: Tensor, begin: int, values: list[int]) -> None:
