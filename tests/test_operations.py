@@ -172,7 +172,10 @@ def test_the_documented_metrics_are_the_served_ones(shop):
 
 def test_top_prints_a_list_or_a_table(shop, capsys):
     url = f"http://127.0.0.1:{shop.port}"
-    shop.generate(prompt(4), "ia3", n=1)
+    for adapter in ("lora", "ia3"):
+        shop.generate(prompt(4), adapter, n=1)
+    assert shop.load("new", "/etc")[0] == 400
+    settled(shop)
     assert cli.main(["top", "--url", url, "--once", "--json"]) == 0
     *adapters, total = json.loads(capsys.readouterr().out)
     state = shop.state()
