@@ -1,6 +1,18 @@
-"""Refusals as text: what names and files may hold reaches no terminal."""
+"""Refusals as text and on their way to other processes."""
 
-from scute_sgl.errors import printable
+import pickle
+
+import pytest
+
+from scute_sgl.errors import LONGEST, AdapterError, NeedsBase, printable
+
+
+@pytest.mark.parametrize("kind", [AdapterError, NeedsBase])
+def test_a_refusal_survives_a_pickle(kind):
+    for fields in ({}, {"adapter": "sql\ud800", "module": "model.x", "key": "k" * 300}):
+        error = kind("bad_shape", "h" * (LONGEST + 1), **fields)
+        same = pickle.loads(pickle.dumps(error))
+        assert type(same) is kind and vars(same) == vars(error) and str(same) == str(error)
 
 
 def test_names_reach_no_terminal_as_commands():

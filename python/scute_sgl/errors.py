@@ -36,7 +36,8 @@ class AdapterError(ValueError):
     ``adapter 'sql' refused [bad_shape]: model.layers.0.self_attn.q_proj lora_A.weight: found ..., want ...``
     """
 
-    def __init__(self, code: str, hint: str, *, adapter: str = "", module: str = "", key: str = ""):
+    # Each argument may be positional: what is unpickled is made from args, the tuple that BaseException gets below.
+    def __init__(self, code: str, hint: str, adapter: str = "", module: str = "", key: str = ""):
         assert code in HTTP_STATUS, code
         hint, module, key = _cut(hint, LONGEST), _cut(module, LONGEST_PLACE), _cut(key, LONGEST_PLACE)
         self.code, self.hint, self.adapter, self.module, self.key = code, hint, adapter, module, key
