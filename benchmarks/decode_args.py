@@ -25,7 +25,7 @@ def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument("--tp", type=_above_0, default=1, help="tensor-parallel GPUs of every engine; one --out for each")
     parser.add_argument("--slots", type=_above_0, default=1024, help="adapter slots of our engine")
     parser.add_argument("--capture", type=_above_0, nargs="+", help="captured batch sizes; default: the workloads' own")
-    parser.add_argument("--memory", type=_share, default=0.7, help="mem_fraction_static of each engine")
+    parser.add_argument("--memory", type=_share, default=0.9, help="mem_fraction_static of each engine: of what all leave")
     parser.add_argument("--model", type=Path, default=Path("/tmp/llama8b"), help="folder for the model's config")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/scute_bench"), help="folder for adapter files")
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="all-reduce over NCCL alone")
