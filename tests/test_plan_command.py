@@ -108,7 +108,7 @@ def test_inspect_and_plan_agree_on_the_conversion(root, capsys):
 
 def test_what_the_arena_holds_and_how_long_a_swap_takes(root):
     cost = Cost(512, 2, shared=1, key="x")
-    tenant = plan_cli.Tenant("a", "VERA", cost, Cost(512, 1), nbytes=512 << 10, set_bytes=1 << 20)
+    tenant = plan_cli.Tenant("a", "VERA", cost, Cost(512, 1), nbytes=512 << 10, set_bytes=1 << 20, rank=256)
     gpu = Gpu(read=1e12, launch=0, memory=100 << 20, host=1e9, source="given")  # an arena of 10 MiB
     first, _, total = plan_cli.plan([tenant, tenant], 2, [1], gpu)
     assert first["resident"] == 18 and first["swap_in_ms"] == pytest.approx(1.5 * 1.048576)
@@ -167,6 +167,16 @@ def test_reading_more_than_the_conversion_is_said(root, capsys):
     assert cli.main([*words, "--json"]) == 0
     out, err = capsys.readouterr()
     assert len(json.loads(out)) == 3 and "note: lora_r200" in err
+
+
+def test_a_rank_without_graphs_is_said(root, capsys, monkeypatch):
+    words = ["plan", "--model", make_base("llama", root), "--adapters", *(str(folder_of(root, n)) for n in ("lora_r200", "lora"))]
+    monkeypatch.setattr(plan_cli.Options, "graph_rank", 200)
+    assert cli.main(words) == 0 and "graphs" not in capsys.readouterr().out
+    monkeypatch.setattr(plan_cli.Options, "graph_rank", 192)
+    assert cli.main(words) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: lora_r200 (LORA) has rank 200: ") and ", 192 by default" in notes[0]
 
 
 def test_known_gpus_are_plausible():

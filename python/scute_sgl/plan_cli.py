@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from scute_sgl.console import above_0, picture, say
 from scute_sgl.errors import printable
 from scute_sgl.inspect_cli import columns, read_model
-from scute_sgl.options import DEFAULT_SLOTS
+from scute_sgl.options import DEFAULT_SLOTS, Options
 
 if TYPE_CHECKING:
     from scute_sgl.byte_model import Cost, Gpu
@@ -34,6 +34,7 @@ class Tenant:
     as_lora: Cost
     nbytes: int
     set_bytes: int
+    rank: int
 
 
 def add_parser(commands) -> None:
@@ -91,6 +92,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             print(
                 f"note: {printable(row['name'])} ({row['method']}), served exactly, reads {row['bytes_step']:,} bytes "
                 f"a step; its conversion to LoRA of rank 64 would read {row['bytes_step_lora64']:,}",
+                file=beside,
+            )
+    for tenant in tenants:
+        if tenant.rank > Options.graph_rank:
+            print(
+                f"note: {printable(tenant.name)} ({tenant.method}) has rank {tenant.rank:,}: its batches decode without CUDA "
+                f"graphs (--scute-graph-rank, {Options.graph_rank} by default), which takes longer than predicted",
                 file=beside,
             )
     if args.plot:
@@ -207,7 +215,7 @@ def _tenant(found, base, dtype) -> Tenant:
     modules, packed = lora_modules(changed(found.adapter, base.targets[0]), base.targets[0]), found.packed
     shared = packed.shared.nbytes if packed.shared else 0
     as_lora = cost(modules, pack(modules, dtype))
-    return Tenant(found.name, found.method, cost(found.modules, packed), as_lora, packed.nbytes, shared)
+    return Tenant(found.name, found.method, cost(found.modules, packed), as_lora, packed.nbytes, shared, packed.rank_max)
 
 
 def _resident(tenants: list[Tenant], arena: int, slots: int) -> int:
