@@ -3,6 +3,7 @@
 #include "common.cuh"
 #include "launch.h"
 #include "ops.h"
+#include "tenants.cuh"
 
 namespace scute::cuda {
 namespace {
@@ -10,10 +11,7 @@ namespace {
 struct ReweighParams {
   const void *x, *weight;  // (rows, in) and (columns, in), x_stride and weight_stride elements between rows
   int64_t x_stride, weight_stride;
-  const int32_t* row_slot;
-  const char* arena;
-  const Entry* table;  // of the first slice's module; modules entries between slots
-  int modules, slots;
+  Tenants t;
   void* y;  // (rows, ...), y_stride elements between rows
   int64_t y_stride;
   int rows, in, groups;
@@ -266,16 +264,16 @@ __global__ void __launch_bounds__(kReweighThreads, 2) reweigh_kernel(const __gri
                (tile - p.tiles[slice]) * kTileOutputs,
                0,
                p.aligned};
-  const int slot = lane < min(kRows, p.rows - first) ? p.row_slot[first + lane] : -1;
+  const int slot = lane < min(kRows, p.rows - first) ? p.t.row_slot[first + lane] : -1;
   long long offset = kAbsent;
-  if (slot >= 0 && slot < p.slots) offset = p.table[static_cast<int64_t>(slot) * p.modules + slice].structure;
-  if (offset != kAbsent && reinterpret_cast<const Structure*>(p.arena + offset)->kind < kHadamard) offset = kAbsent;
+  if (slot >= 0 && slot < p.t.slots) offset = p.t.table[static_cast<int64_t>(slot) * p.t.modules + slice].structure;
+  if (offset != kAbsent && reinterpret_cast<const Structure*>(p.t.arena + offset)->kind < kHadamard) offset = kAbsent;
   unsigned left = __ballot_sync(~0u, offset != kAbsent);  // the same in every warp
   pdl_wait();
   for (; left; left &= ~part.rows) {
     const long long tenant = __shfl_sync(~0u, offset, __ffs(left) - 1);
     part.rows = __ballot_sync(~0u, offset == tenant);
-    const char* data = p.arena + tenant;
+    const char* data = p.t.arena + tenant;
     const Structure s = *reinterpret_cast<const Structure*>(data);
     data += sizeof(Structure);
     Sums<kRows> sums = {};
@@ -309,24 +307,17 @@ void reweigh(const Tensor& x, const Tensor& weight, const Tensor& row_slot, cons
   check_reweigh(x, weight, row_slot, arena, table, module, columns, y);
   if (x.size(0) == 0) return;
   const c10::cuda::CUDAGuard guard(x.device());
-  const auto on_sixteen = [](const Tensor& t) {
-    return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(0) * t.element_size() % 16 == 0;
-  };
   ReweighParams p{};
   p.x = x.const_data_ptr();
   p.x_stride = x.stride(0);
   p.weight = weight.const_data_ptr();
   p.weight_stride = weight.stride(0);
-  p.row_slot = row_slot.const_data_ptr<int32_t>();
-  p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
-  p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
-  p.modules = static_cast<int>(table.size(1));
-  p.slots = static_cast<int>(table.size(0));
+  p.t = tenants_of(row_slot, arena, table, module);
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);
   p.rows = static_cast<int>(x.size(0));
   p.in = static_cast<int>(x.size(1));
-  p.aligned = on_sixteen(x) && on_sixteen(weight);
+  p.aligned = rows_aligned(x) && rows_aligned(weight);
   p.slices = static_cast<int>(columns.size()) - 1;
   std::copy(columns.begin(), columns.end(), p.columns);
   for (int i = 0; i < p.slices; ++i)

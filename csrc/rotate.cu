@@ -2,6 +2,7 @@
 #include "common.cuh"
 #include "launch.h"
 #include "ops.h"
+#include "tenants.cuh"
 
 namespace scute::cuda {
 namespace {
@@ -9,10 +10,7 @@ namespace {
 struct RotateParams {
   const void* x;  // (rows, in), x_stride elements between rows
   int64_t x_stride;
-  const int32_t* row_slot;
-  const char* arena;
-  const Entry* table;  // of the first slice's module; modules entries between slots
-  int modules, slots;
+  Tenants t;
   void* out;  // (slices, rows, in)
   int rows, in, slices, rows_each, spans;
   bool aligned;  // x, to 16 bytes in every row
@@ -31,11 +29,11 @@ struct Rotation {
 };
 
 __device__ __forceinline__ Rotation rotation_of(const RotateParams& p, int slice, int slot) {
-  if (slot < 0 || slot >= p.slots) return {nullptr, 1, false};
-  const Entry& entry = p.table[static_cast<int64_t>(slot) * p.modules + slice];
+  if (slot < 0 || slot >= p.t.slots) return {nullptr, 1, false};
+  const Entry& entry = p.t.table[static_cast<int64_t>(slot) * p.t.modules + slice];
   const int64_t offset = entry.rotation, meta = entry.meta;
   if (offset == kAbsent) return {nullptr, 1, false};
-  return {p.arena + offset, entry_block(meta), entry_one_block(meta)};
+  return {p.t.arena + offset, entry_block(meta), entry_one_block(meta)};
 }
 
 // Blocks that tensor cores take: several of them are a 32 x 32 tile, or several tiles are one of them.
@@ -127,7 +125,7 @@ __global__ void __launch_bounds__(kRotateThreads, 4) rotate_kernel(const __grid_
   const int lane = threadIdx.x % 32, g = lane / 4, first = group * p.rows_each;
   const int begin = span * kSpan + static_cast<int>(threadIdx.x) / 32 * kTile, column = begin + lane % 4 * 8;
   const int count = min(p.rows_each, p.rows - first);
-  const int slot = lane < count ? p.row_slot[first + lane] : -1;
+  const int slot = lane < count ? p.t.row_slot[first + lane] : -1;
   const bool vector = sizeof(T) == 2 && p.aligned;
 
   const auto load_x = [&](int half, int from) {  // eight inputs of row 8 half + g
@@ -195,11 +193,7 @@ void rotate(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const 
   RotateParams p{};
   p.x = x.const_data_ptr();
   p.x_stride = x.stride(0);
-  p.row_slot = row_slot.const_data_ptr<int32_t>();
-  p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
-  p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
-  p.modules = static_cast<int>(table.size(1));
-  p.slots = static_cast<int>(table.size(0));
+  p.t = tenants_of(row_slot, arena, table, module);
   p.out = out.data_ptr();
   p.rows = static_cast<int>(x.size(0));
   p.in = static_cast<int>(x.size(1));

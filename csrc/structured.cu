@@ -3,6 +3,7 @@
 #include "kronecker.cuh"
 #include "launch.h"
 #include "ops.h"
+#include "tenants.cuh"
 
 namespace scute::cuda {
 namespace {
@@ -10,11 +11,8 @@ namespace {
 struct StructuredParams {
   const void* x;  // (rows, in), x_stride elements between rows
   int64_t x_stride;
-  const int32_t* row_slot;
-  const char* arena;
+  Tenants t;
   int64_t arena_bytes;
-  const Entry* table;  // of the first slice's module; modules entries between slots
-  int modules, slots;
   void* y;  // (rows, ...), y_stride elements between rows
   int64_t y_stride;
   int rows, in, rows_each, groups;
@@ -52,10 +50,10 @@ __global__ void __launch_bounds__(kStructuredThreads, kStructuredCtas)
   while (tile >= p.tiles[slice + 1]) ++slice;
   tile -= p.tiles[slice];
   const int lane = threadIdx.x % 32, count = min(p.rows_each, p.rows - first);
-  const int slot = lane < count ? load_kept(p.row_slot + first + lane) : -1;
+  const int slot = lane < count ? load_kept(p.t.row_slot + first + lane) : -1;
   int64_t offset = kAbsent;
-  if (slot >= 0 && slot < p.slots) {
-    const Entry& entry = p.table[static_cast<int64_t>(slot) * p.modules + slice];
+  if (slot >= 0 && slot < p.t.slots) {
+    const Entry& entry = p.t.table[static_cast<int64_t>(slot) * p.t.modules + slice];
     const uint4 words = load_kept(reinterpret_cast<const uint4*>(&entry.structure));
     offset = word64(words.x, words.y);
   }
@@ -63,7 +61,7 @@ __global__ void __launch_bounds__(kStructuredThreads, kStructuredCtas)
 #pragma unroll 1
   while (left) {
     const int i = __ffs(left) - 1, row = first + i;
-    const char* data = p.arena + __shfl_sync(~0u, static_cast<long long>(offset), i);
+    const char* data = p.t.arena + __shfl_sync(~0u, static_cast<long long>(offset), i);
     const Part<T> part{static_cast<const T*>(p.x) + row * p.x_stride,
                        static_cast<T*>(p.y) + row * p.y_stride + p.columns[slice],
                        p.in,
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(kStructuredThreads, kStructuredCtas)
                        p.tiles[slice + 1] - p.tiles[slice],
                        p.columns[slice + 1] - p.columns[slice],
                        p.aligned};
-    prefetch_block(data, p.arena + p.arena_bytes, tile, part.tiles, part.bound(part.width, 0),
+    prefetch_block(data, p.t.arena + p.arena_bytes, tile, part.tiles, part.bound(part.width, 0),
                    part.bound(part.width, 1));
     const Structure s = *reinterpret_cast<const Structure*>(data);
     data += sizeof(Structure);
@@ -115,19 +113,15 @@ void structured(const Tensor& x, const Tensor& row_slot, const Tensor& arena, co
   StructuredParams p{};
   p.x = x.const_data_ptr();
   p.x_stride = x.stride(0);
-  p.row_slot = row_slot.const_data_ptr<int32_t>();
-  p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
+  p.t = tenants_of(row_slot, arena, table, module);
   p.arena_bytes = arena.numel();
-  p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
-  p.modules = static_cast<int>(table.size(1));
-  p.slots = static_cast<int>(table.size(0));
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);
   p.rows = static_cast<int>(x.size(0));
   p.in = static_cast<int>(x.size(1));
   p.rows_each = p.rows <= 256 ? 1 : kManyRows;
   p.groups = (p.rows + p.rows_each - 1) / p.rows_each;
-  p.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride * x.element_size() % 16 == 0;
+  p.aligned = rows_aligned(x);
   p.slices = static_cast<int>(columns.size()) - 1;
   std::copy(columns.begin(), columns.end(), p.columns);
   const int64_t waves = p.rows <= 64 ? 1 : 4;  // of CTAs: one to wait for nothing twice, or a few to end together

@@ -19,24 +19,6 @@ struct TokenLogitsParams {
 
 constexpr int kLogitsThreads = 128, kLogitsWarps = kLogitsThreads / 32;
 
-// Eight numbers, of which 16-byte loads fetch all or half.
-template <typename T>
-__device__ __forceinline__ void load8(const T* from, bool aligned, float (&out)[8]) {
-  if (!aligned) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = to_float(from[i]);
-  } else if constexpr (sizeof(T) == 2) {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    const float2 pairs[4] = {unpack<T>(words.x), unpack<T>(words.y), unpack<T>(words.z), unpack<T>(words.w)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[2 * i] = pairs[i].x, out[2 * i + 1] = pairs[i].y;
-  } else {
-    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
-    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
-  }
-}
-
 // Grid: (row of the batch, part of its tenant's tokens), parts innermost. A warp sums one product at a time, always in
 // the same order, so that a logit's bits depend on neither neighbours nor parts.
 template <typename T>
@@ -53,8 +35,8 @@ __global__ void __launch_bounds__(kLogitsThreads) token_logits_kernel(const __gr
     float sum = 0;
     for (int j = lane * 8; j < p.in; j += 32 * 8) {
       float a[8], b[8];
-      load8(x + j, p.aligned, a);
-      load8(w + j, true, b);  // in is a multiple of 8, and the block begins at one of 16 bytes
+      load_eight(x + j, p.aligned, a);
+      load_eight(w + j, b);  // in is a multiple of 8, and the block begins at one of 16 bytes
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum = fmaf(a[i], b[i], sum);
     }
@@ -80,7 +62,7 @@ void token_logits(const Tensor& x, const Tensor& row_slot, const Tensor& arena, 
   p.y_stride = y.stride(0);
   p.in = static_cast<int>(x.size(1));
   p.columns = static_cast<int>(y.size(1));
-  p.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride * x.element_size() % 16 == 0;
+  p.aligned = rows_aligned(x);
   // How many tokens a tenant has is not known here: few rows get all of the GPU, as for many tokens.
   p.parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(32, 4 * multiprocessors() / x.size(0))));
   SCUTE_CUDA_DISPATCH(x.scalar_type(),

@@ -55,8 +55,7 @@ void token_rows(const Tensor& ids, const Tensor& row_slot, const Tensor& arena, 
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);
   p.width = static_cast<int>(y.size(1));
-  const int64_t item = y.element_size();
-  p.aligned = reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.y_stride * item % 16 == 0 && p.width * item % 16 == 0;
+  p.aligned = rows_aligned(y) && p.width * y.element_size() % 16 == 0;
   SCUTE_CUDA_DISPATCH(y.scalar_type(),
                       [&] { launch(token_rows_kernel<scalar_t>, ids.size(0), kTokenRowsThreads, 0, true, p); });
 }

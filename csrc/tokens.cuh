@@ -1,17 +1,9 @@
 // A tenant's own rows of the vocabulary, as the kernels for them find it.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include "common.cuh"
+#include "tenants.cuh"
 
 namespace scute::cuda {
-
-struct Tenants {
-  const int32_t* row_slot;
-  const char* arena;
-  const Entry* table;  // of the module; modules entries between slots
-  int modules, slots;
-};
 
 template <typename T>
 struct Tokens {
@@ -19,12 +11,6 @@ struct Tokens {
   const int32_t* ids;
   const T* rows;  // [count][width]
 };
-
-inline Tenants tenants_of(const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table, int64_t module) {
-  return {row_slot.const_data_ptr<int32_t>(), reinterpret_cast<const char*>(arena.const_data_ptr()),
-          reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module, static_cast<int>(table.size(1)),
-          static_cast<int>(table.size(0))};
-}
 
 // Of a row's tenant. Reads what may be read before pdl_wait alone.
 template <typename T>
