@@ -7,7 +7,7 @@ untied bases. ``WITH_NORMS``: other methods with modules_to_save. Not a test mod
 from __future__ import annotations
 
 import peft
-from adapters_folded import ALL, ATTENTION, Writer, writer
+from adapters_folded import ALL, Writer, writer
 
 TOKENS = [*range(126, 2, -3), 127]  # in no order of theirs
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]

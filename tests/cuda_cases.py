@@ -3,7 +3,7 @@
 import torch
 from ops_cases import Arena, make_plan
 from ops_checks import FLOAT32_SUM, signless, ulp
-from test_ops_structured import make
+from structured_cases import make
 
 from scute_sgl import layout, ops, reference
 

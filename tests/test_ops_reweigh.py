@@ -3,10 +3,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 import pytest
+import structured_cases
 import torch
-from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
+from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, cases
 from ops_checks import check_neighbours, check_update, on_cpu, same_bits
-from test_ops_structured import make
+from structured_cases import make_world
 
 from scute_sgl import layout, ops, reference
 from scute_sgl.reference_reads import Entry, of_weight
@@ -24,7 +25,6 @@ SHAPES = (
     Case(520, 2, 300, "uniform"),  # a CTA takes several rows
     Case(264, 16, 261, "skewed"),
 )
-SLOTS = 8
 TENANTS = [  # what each has in the three slices; "" is nothing, and other structures are another op's
     ("hadamard", "hadamard", "hadamard"), ("low", "", "hadamard"), ("sparse", "kronecker", "sparse"),
     ("", "", ""), ("mix", "low", "few"), ("hadamard", "block_affine", "low"),
@@ -34,26 +34,7 @@ TENANTS = [  # what each has in the three slices; "" is nothing, and other struc
 
 @lru_cache(maxsize=2)
 def world(dtype: torch.dtype, inputs: int, rank: int, device: str) -> World:
-    arena = Arena(dtype, torch.Generator().manual_seed(inputs + rank))
-    table = torch.full((SLOTS, MODULE + len(WIDTHS) + 1, layout.FIELDS), -1, dtype=torch.int64)
-    for slot, kinds in enumerate(TENANTS):
-        arena.fill(layout.BLOCK)
-        for i, (kind, width) in enumerate(zip(kinds, WIDTHS, strict=True)):
-            own = max(1, rank // 2) if kind == "low" else rank
-            if kind:
-                structure = make(kind.replace("low", "hadamard"), inputs, width, own, arena, slot + 2 * i)
-                table[slot, MODULE + i, layout.STRUCTURE] = arena.put_structure(structure)
-    arena.fill(layout.BLOCK)
-    slots = torch.tensor([[layout.STRUCTURED, -1, 0]] * SLOTS, dtype=torch.int32)
-    tensors = torch.cat(arena.pieces), table, slots, torch.empty(0, layout.SET_FIELDS, dtype=torch.int64)
-    return World(*(tensor.to(device) for tensor in tensors))
-
-
-def row_slots(case: Case) -> torch.Tensor:
-    anyone = torch.randint(-1, SLOTS, (case.rows,), generator=torch.Generator().manual_seed(case.rows))
-    chosen = {"base": torch.full((case.rows,), -1), "distinct": torch.arange(case.rows) % SLOTS, "uniform": anyone,
-              "skewed": torch.where(anyone < 3, 0, anyone)}  # fmt: skip
-    return chosen[case.popularity].to(torch.int32).to(case.device)
+    return make_world(TENANTS, WIDTHS, dtype, inputs, rank, device)
 
 
 def weights(case: Case, std: float = 0.1) -> torch.Tensor:
@@ -65,18 +46,9 @@ def weights(case: Case, std: float = 0.1) -> torch.Tensor:
 
 
 def arguments(case: Case) -> dict:
-    """y is wider than its slices, and so is the weight's number of rows."""
+    """The weight has more rows than y has columns."""
     made = world(case.dtype, case.inputs, case.rank, case.device)
-    return {
-        "x": activations(case, case.inputs, seed=1),
-        "weight": weights(case),
-        "row_slot": row_slots(case),
-        "arena": made.arena,
-        "table": made.table,
-        "module": MODULE,
-        "columns": COLUMNS,
-        "y": activations(case, COLUMNS[-1] + 3, seed=2),
-    }
+    return structured_cases.arguments(case, made, COLUMNS, favourite=0) | {"weight": weights(case)}
 
 
 def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,12 +3,14 @@ from functools import lru_cache
 from unittest import mock
 
 import pytest
+import structured_cases
 import torch
-from ops_cases import DEVICES, DTYPES, MODULE, Arena, Case, World, activations, cases
+from ops_cases import DEVICES, DTYPES, Arena, Case, World, cases
 from ops_checks import check_neighbours, check_update, on_cpu
+from structured_cases import make_world
 
 from scute_sgl import layout, ops, reference, structured
-from scute_sgl.slots import BlockAffine, Hadamard, Kronecker, Mix, Sparse
+from scute_sgl.slots import Kronecker, Mix, Sparse
 from scute_sgl.structured import sparse
 
 WIDTHS = (136, 24, 14)
@@ -21,31 +23,6 @@ SHAPES = (
     Case(1544, 16, 133, "uniform"),
     Case(520, 2, 300, "uniform"),  # a CTA takes several rows
 )
-SLOTS = 8
-
-
-def make(kind: str, inputs: int, outputs: int, rank: int, arena: Arena, pick: int):
-    """A structure of this size; ``pick`` chooses among the ways to split it."""
-    if kind in ("kronecker", "split"):
-        l, p = (sorted(d for d in range(1, min(n, 256) + 1) if n % d == 0) for n in (outputs, inputs))
-        l, p = l[pick % len(l)], p[(2 * pick + 1) % len(p)]
-        w1, o, q = arena.random(l, p), outputs // l, inputs // p
-        if kind == "kronecker":
-            return Kronecker(w1, arena.random(o, q, std=q**-0.5))
-        return Kronecker(w1, arena.random(o, rank), arena.random(rank, q, std=q**-0.5))
-    if kind == "hadamard":
-        return Hadamard(arena.random(rank, inputs, std=rank**-0.5), arena.random(outputs, rank))
-    if kind == "block_affine":
-        side = sorted(d for d in range(1, 65) if outputs % d == 0 and inputs % d == 0)[-1 - pick % 2]
-        return BlockAffine(arena.random(outputs // side, side, side, std=side**-0.5))
-    if kind in ("sparse", "few"):
-        n = outputs * inputs // 3 if kind == "sparse" else 3  # of the few, most outputs have none
-        places = torch.randperm(outputs * inputs, generator=arena.generator)[:n]
-        return sparse(places // inputs, places % inputs, arena.random(n), (outputs, inputs))
-    group, count = 2 * (1 + pick % 2) if outputs % 4 == 0 else 2, outputs // (2 if kind == "pairs" else 1)
-    return Mix(arena.random(count, std=0.3), arena.random(count), group, kind == "pairs")
-
-
 TENANTS = [  # what each has in the three slices; "" is nothing
     ("kronecker", "kronecker", "kronecker"), ("split", "split", "split"), ("sparse", "", "sparse"),
     ("mix", "mix", "mix"), ("", "", ""), ("pairs", "sparse", "split"), ("few", "pairs", "kronecker"), ("split", "kronecker", "pairs"),
@@ -54,39 +31,11 @@ TENANTS = [  # what each has in the three slices; "" is nothing
 
 @lru_cache(maxsize=2)
 def world(dtype: torch.dtype, inputs: int, rank: int, device: str) -> World:
-    arena = Arena(dtype, torch.Generator().manual_seed(inputs + rank))
-    table = torch.full((SLOTS, MODULE + len(WIDTHS) + 1, layout.FIELDS), -1, dtype=torch.int64)
-    for slot, kinds in enumerate(TENANTS):
-        arena.fill(layout.BLOCK)
-        for i, kind in enumerate(kinds):
-            if kind:
-                structure = make(kind, inputs, WIDTHS[i], rank, arena, slot + 2 * i)
-                table[slot, MODULE + i, layout.STRUCTURE] = arena.put_structure(structure)
-    arena.fill(layout.BLOCK)
-    slots = torch.tensor([[layout.STRUCTURED, -1, 0]] * SLOTS, dtype=torch.int32)
-    tensors = torch.cat(arena.pieces), table, slots, torch.empty(0, layout.SET_FIELDS, dtype=torch.int64)
-    return World(*(tensor.to(device) for tensor in tensors))
-
-
-def row_slots(case: Case) -> torch.Tensor:
-    anyone = torch.randint(-1, SLOTS, (case.rows,), generator=torch.Generator().manual_seed(case.rows))
-    chosen = {"base": torch.full((case.rows,), -1), "distinct": torch.arange(case.rows) % SLOTS, "uniform": anyone,
-              "skewed": torch.where(anyone < 3, 1, anyone)}  # fmt: skip
-    return chosen[case.popularity].to(torch.int32).to(case.device)
+    return make_world(TENANTS, WIDTHS, dtype, inputs, rank, device)
 
 
 def arguments(case: Case) -> dict:
-    """y is wider than its slices."""
-    made = world(case.dtype, case.inputs, case.rank, case.device)
-    return {
-        "x": activations(case, case.inputs, seed=1),
-        "row_slot": row_slots(case),
-        "arena": made.arena,
-        "table": made.table,
-        "module": MODULE,
-        "columns": COLUMNS,
-        "y": activations(case, COLUMNS[-1] + 3, seed=2),
-    }
+    return structured_cases.arguments(case, world(case.dtype, case.inputs, case.rank, case.device), COLUMNS, favourite=1)
 
 
 def oracle(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
