@@ -103,17 +103,19 @@ def answer(
 
 
 def run_dtype(dtype: str, folder: Path, chosen: dict[str, Recipe], scales: dict, args, keep: Callable) -> list[dict]:
-    """All backends in one dtype. PEFT writes the adapters on the base that is served, in float32. ``keep`` gets our
-    backend's rows whenever PEFT has read one more adapter: a run that is cut short has them."""
+    """All backends in one dtype. PEFT writes the adapters on the base that is served, in float32. ``keep`` gets the rows
+    whenever PEFT has read one more adapter: a run that is cut short has them."""
     torch_dtype, base = getattr(torch, dtype), folder / "base"
     folders = {name: folder / name for name in chosen}
     write_base(base, args.config, torch_dtype, args.device)
-    rows = run_backend("scute", base, folders, torch_dtype, chosen, scales, args, keep)
-    if args.device == "cuda" and args.adapters == "nine":
-        plain = {name: recipe for name, recipe in chosen.items() if recipe.method == "LORA"}
-        plain_folders = {name: folders[name] for name in plain}
-        rows += run_backend("triton", base, plain_folders, torch_dtype, plain, scales, args, lambda rows: None)
-    return rows
+    ours = run_backend("scute", base, folders, torch_dtype, chosen, scales, args, keep)
+    if args.device != "cuda" or args.adapters != "nine":
+        return ours
+    plain = {name: recipe for name, recipe in chosen.items() if recipe.method == "LORA"}
+    folders = {name: folders[name] for name in plain}
+    return ours + run_backend(
+        "triton", base, folders, torch_dtype, plain, scales, args, lambda theirs: keep(ours + theirs)
+    )
 
 
 def run_backend(

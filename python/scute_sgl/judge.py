@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,7 +153,7 @@ def load_adapter(base, folder: Path) -> PeftModel:
     to 5e-6 of a weight of 0.1 where singular values lie close; here they are as exact as float64 makes them. Not those
     of AdaMSS: its clusters must come out as when it was trained.
     """
-    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    config = read_config(Path(folder))
     svd = torch.linalg.svd if config["peft_type"] == "ADAMSS" else _svd
     with mock.patch("torch.linalg.svd", svd):
         model = PeftModel.from_pretrained(base, folder).eval()
