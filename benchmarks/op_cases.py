@@ -198,8 +198,24 @@ class Bench:
         elif part != "after":
             ops.project(self.x, self.row_slot, sets=sets, slices=slices, in_begin=0, v=self.v, **common, **tiles)
         if part != "before":
-            v, shared_v = (self.v, None) if self.kind == "lora" else (None, self.v)
+            v, shared_v = self._sums()
             ops.expand(v, shared_v, self.row_slot, y=self.y, **outputs, **common, **tiles)
+
+    def _sums(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.v if self.kind == "lora" else None, self.v if self.kind == "vera" else None
+
+    def run_linear(self, n: int, weight: torch.Tensor) -> None:
+        """The whole layer as few rows have it: the sums or the rotation, one op for GEMM and adapters, structures."""
+        if self.kind not in STRUCTURES:
+            self.run("before", n)
+        slices = len(self.outputs)
+        x = self.rotated if self.kind == "oft" else self.x[None]
+        ops.linear(
+            x, weight, None, *self._sums(), self.row_slot, self.arena, self.table, self.slots, self.shared[n : n + 1],
+            n * slices, self.columns, [0] * slices, self.y,
+        )  # fmt: skip
+        if self.kind in STRUCTURES:
+            self.run("after", n)
 
 
 def base_weights(inputs: int, outputs: tuple[int, ...], count: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -22,6 +22,9 @@ TORCH_LIBRARY(scute, m) {
   m.def(
       "expand(Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, Tensor table, Tensor sets, Tensor plan, "
       "int tile_rows, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? v, Tensor? shared_v, Tensor row_slot, Tensor arena, "
+      "Tensor table, Tensor slots, Tensor sets, int module, int[] columns, int[] out_begin, Tensor(a!) y) -> ()");
   m.def("rotate(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int slices, Tensor(a!) out) -> ()");
   m.def(
       "structured(Tensor x, Tensor row_slot, Tensor arena, Tensor table, int module, int[] columns, Tensor(a!) y) "
@@ -39,6 +42,7 @@ TORCH_LIBRARY_IMPL(scute, CPU, m) {
   m.impl("lookup", TORCH_FN(scute::cpu::lookup));
   m.impl("project", TORCH_FN(scute::cpu::project));
   m.impl("expand", TORCH_FN(scute::cpu::expand));
+  m.impl("linear", TORCH_FN(scute::cpu::linear));
   m.impl("rotate", TORCH_FN(scute::cpu::rotate));
   m.impl("structured", TORCH_FN(scute::cpu::structured));
   m.impl("token_rows", TORCH_FN(scute::cpu::token_rows));
@@ -53,6 +57,7 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
   m.impl("lookup", TORCH_FN(scute::cuda::lookup));
   m.impl("project", TORCH_FN(scute::cuda::project));
   m.impl("expand", TORCH_FN(scute::cuda::expand));
+  m.impl("linear", TORCH_FN(scute::cuda::linear));
   m.impl("rotate", TORCH_FN(scute::cuda::rotate));
   m.impl("structured", TORCH_FN(scute::cuda::structured));
   m.impl("token_rows", TORCH_FN(scute::cuda::token_rows));

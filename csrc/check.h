@@ -104,19 +104,27 @@ inline void check_sets(const at::Tensor& like, const at::Tensor& sets) {
   SCUTE_CHECK_CONTIGUOUS(sets);
 }
 
+inline void check_slots(const at::Tensor& like, const at::Tensor& slots) {
+  SCUTE_CHECK_DTYPE(slots, at::kInt);
+  SCUTE_CHECK_DEVICE(slots, like);
+  SCUTE_CHECK_SHAPE(slots, -1, kSlotFields);
+  SCUTE_CHECK_CONTIGUOUS(slots);
+}
+
+inline void check_input_rows(const at::Tensor& x) {
+  SCUTE_CHECK_ROWS_CONTIGUOUS(x);
+  TORCH_CHECK(x.size(-1) > 0 && x.size(-1) % 8 == 0, "x has ", x.size(-1), " columns; want a positive multiple of 8");
+}
+
 inline void check_input(const at::Tensor& x) {
   SCUTE_CHECK_SERVING_DTYPE(x);
   SCUTE_CHECK_SHAPE(x, -1, -1);
-  SCUTE_CHECK_ROWS_CONTIGUOUS(x);
-  TORCH_CHECK(x.size(1) > 0 && x.size(1) % 8 == 0, "x has ", x.size(1), " columns; want a positive multiple of 8");
+  check_input_rows(x);
 }
 
 inline void check_plan(const at::Tensor& row_slot, const at::Tensor& slots, int64_t tile_rows, const at::Tensor& plan) {
   check_row_slot(row_slot, row_slot, row_slot.numel());
-  SCUTE_CHECK_DTYPE(slots, at::kInt);
-  SCUTE_CHECK_DEVICE(slots, row_slot);
-  SCUTE_CHECK_SHAPE(slots, -1, kSlotFields);
-  SCUTE_CHECK_CONTIGUOUS(slots);
+  check_slots(row_slot, slots);
   TORCH_CHECK(row_slot.numel() < kMostRows, "row_slot has ", row_slot.numel(), " rows; want fewer than ", kMostRows);
   check_plan_words(row_slot, plan, row_slot.numel(), tile_rows);
 }
@@ -167,6 +175,13 @@ inline void check_output(const at::Tensor& y, at::IntArrayRef columns) {
               "columns is ", columns, "; want ascending bounds within y's ", y.size(1), " columns");
 }
 
+inline void check_out_begin(at::IntArrayRef out_begin, int64_t slices) {
+  TORCH_CHECK(static_cast<int64_t>(out_begin.size()) == slices, "out_begin has ", out_begin.size(), " entries; want ",
+              slices, ", one a slice");
+  TORCH_CHECK(std::all_of(out_begin.begin(), out_begin.end(), [](int64_t begin) { return begin >= 0; }),
+              "out_begin is ", out_begin, "; want no negative entry");
+}
+
 inline void check_expand(const std::optional<at::Tensor>& v, const std::optional<at::Tensor>& shared_v,
                          const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
                          const at::Tensor& sets, const at::Tensor& plan, int64_t tile_rows, int64_t module,
@@ -180,10 +195,48 @@ inline void check_expand(const std::optional<at::Tensor>& v, const std::optional
   check_modules(table, module, slices);
   if (v) check_sums(y, *v, y.size(0), slices, -1);
   if (shared_v) check_sums(y, *shared_v, y.size(0), 1, -1);
-  TORCH_CHECK(static_cast<int64_t>(out_begin.size()) == slices, "out_begin has ", out_begin.size(), " entries; want ",
-              slices, ", one a slice");
-  TORCH_CHECK(std::all_of(out_begin.begin(), out_begin.end(), [](int64_t begin) { return begin >= 0; }),
-              "out_begin is ", out_begin, "; want no negative entry");
+  check_out_begin(out_begin, slices);
+}
+
+inline void check_bias(const at::Tensor& like, const at::Tensor& bias, int64_t outputs) {
+  SCUTE_CHECK_DTYPE(bias, like.scalar_type());
+  SCUTE_CHECK_DEVICE(bias, like);
+  SCUTE_CHECK_SHAPE(bias, outputs);
+  SCUTE_CHECK_CONTIGUOUS(bias);
+}
+
+// On CUDA 16 bits and few rows only.
+inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& v, const std::optional<at::Tensor>& shared_v,
+                         const at::Tensor& row_slot, const at::Tensor& arena, const at::Tensor& table,
+                         const at::Tensor& slots, const at::Tensor& sets, int64_t module, at::IntArrayRef columns,
+                         at::IntArrayRef out_begin, const at::Tensor& y) {
+  SCUTE_CHECK_SERVING_DTYPE(x);
+  TORCH_CHECK(!x.is_cuda() || x.scalar_type() != at::kFloat, "x is Float; want Half or BFloat16 on CUDA");
+  SCUTE_CHECK_SHAPE(x, -1, -1, -1);
+  check_input_rows(x);
+  check_output(y, columns);
+  const int64_t rows = x.size(1), slices = static_cast<int64_t>(columns.size()) - 1;
+  SCUTE_CHECK_DTYPE(y, x.scalar_type());
+  SCUTE_CHECK_DEVICE(y, x);
+  SCUTE_CHECK_SHAPE(y, rows, columns.back());
+  SCUTE_CHECK_DTYPE(weight, x.scalar_type());
+  SCUTE_CHECK_DEVICE(weight, x);
+  SCUTE_CHECK_SHAPE(weight, columns.back(), x.size(2));
+  SCUTE_CHECK_ROWS_CONTIGUOUS(weight);
+  if (bias) check_bias(x, *bias, columns.back());
+  check_row_slot(x, row_slot, rows);
+  check_arena(x, arena, table);
+  check_slots(x, slots);
+  check_sets(x, sets);
+  check_modules(table, module, slices);
+  if (v) check_sums(x, *v, rows, slices, -1);
+  if (shared_v) check_sums(x, *shared_v, rows, 1, -1);
+  check_out_begin(out_begin, slices);
+  TORCH_CHECK(columns.front() == 0, "columns begins at ", columns.front(), "; want 0");
+  TORCH_CHECK(x.size(0) == 1 || x.size(0) == slices, "x has ", x.size(0), " inputs; want 1, or one for each of the ",
+              slices, " slices");
+  TORCH_CHECK(!x.is_cuda() || rows <= kLinearRows, "x has ", rows, " rows; want at most ", kLinearRows, " on CUDA");
 }
 
 inline void check_rotate(const at::Tensor& x, const at::Tensor& row_slot, const at::Tensor& arena,

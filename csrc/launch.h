@@ -38,8 +38,11 @@ inline int tuned(const char* name, int fallback) {
   return text && *text ? std::atoi(text) : fallback;
 }
 
+// `all_shared`: the multiprocessor keeps all of its memory for shared memory, so that a successor that needs it can start
+// beside the kernel instead of after it.
 template <typename Params>
-void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool dependent, const Params& params) {
+void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool dependent, const Params& params,
+            bool all_shared = false) {
   if (smem > 16 * 1024) {  // beyond 48 KB, with what the kernel declares itself, only when asked for
     C10_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
@@ -49,11 +52,18 @@ void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem;
   config.stream = c10::cuda::getCurrentCUDAStream();
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = dependent && dependent_launch() && capturing(config.stream) ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
+  if (dependent && dependent_launch() && capturing(config.stream)) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+#if CUDART_VERSION >= 12050
+  if (all_shared) {
+    attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[config.numAttrs++].val.sharedMemCarveout = 100;
+  }
+#endif
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

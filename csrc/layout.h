@@ -17,6 +17,7 @@ constexpr int64_t kAbsent = -1;  // offset of a tensor that a tenant does not ha
 constexpr int kMaxSlices = 4;    // of a fused layer
 constexpr int kWorkers = 512;    // CTAs of an expand, which the plan shares out among the tiles
 constexpr int kTileWeight = 8;   // a tile's share grows with its tenant's rank plus this, for what every tile costs
+constexpr int kLinearRows = 24;  // of a linear on CUDA, at most
 
 enum Live : int32_t { kDelta = 1, kShared = 2, kRotated = 4, kStructured = 8 };
 

@@ -27,6 +27,11 @@ using ExpandOp = void(const std::optional<Tensor>& v, const std::optional<Tensor
                       const Tensor& arena, const Tensor& table, const Tensor& sets, const Tensor& plan,
                       int64_t tile_rows, int64_t module, IntArrayRef columns, IntArrayRef out_begin, Tensor& y);
 
+using LinearOp = void(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& v, const std::optional<Tensor>& shared_v, const Tensor& row_slot,
+                      const Tensor& arena, const Tensor& table, const Tensor& slots, const Tensor& sets, int64_t module,
+                      IntArrayRef columns, IntArrayRef out_begin, Tensor& y);
+
 using RotateOp = void(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const Tensor& table, int64_t module,
                       int64_t slices, Tensor& out);
 
@@ -47,6 +52,7 @@ ShrinkOp shrink;
 LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
+LinearOp linear;
 RotateOp rotate;
 StructuredOp structured;
 TokenRowsOp token_rows;
@@ -60,6 +66,7 @@ ShrinkOp shrink;
 LookupOp lookup;
 ProjectOp project;
 ExpandOp expand;
+LinearOp linear;
 RotateOp rotate;
 StructuredOp structured;
 TokenRowsOp token_rows;

@@ -16,10 +16,9 @@ template <typename T>
 __global__ void __launch_bounds__(kProjectThreads, 6) project_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ ItemsShared<ShrinkItem> work;
   __shared__ float partial[2][kProjectWarps][kTokens][kRankStep];
-  pdl_trigger();
+  input_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Items<ShrinkItem, ShrinkResolve<T, true>> items(work, {p});
-  bool waited = false;
   const ShrinkItem* next = nullptr;
   for (int turn = 0; (next = items.next()) || items.look_up(); turn ^= 1) {
     if (!next) continue;
@@ -36,8 +35,6 @@ __global__ void __launch_bounds__(kProjectThreads, 6) project_kernel(const __gri
         if (step * 4 < eights)
           w[step] = load_weights<true>(static_cast<const T*>(item.a) + (first + step * 4) * 64 + g * 8);
       }
-      if (!waited) pdl_wait();
-      waited = true;
 #pragma unroll
       for (int step = 0; step < kProjectSteps; ++step) {
         uint4 x = make_uint4(0, 0, 0, 0);
@@ -57,7 +54,6 @@ __global__ void __launch_bounds__(kProjectThreads, 6) project_kernel(const __gri
       item.v[to * p.v_row + r] = sum;
     }
   }
-  if (!waited) pdl_wait();
 }
 
 // v[0] += v[1] + ... for all rows of shared tiles: many CTAs of the expand would add them up again.
@@ -103,14 +99,14 @@ void project(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const
   SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {
     if constexpr (sizeof(scalar_t) == 2) {
       if (aligned) {
-        const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * 6);
-        return launch(project_kernel<scalar_t>, grid, kProjectThreads, 0, true, p);
+        return launch(project_kernel<scalar_t>, sums_grid(p, rows), kProjectThreads, 0, true, p, rows <= kLinearRows);
       }
     }
     const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * 7);
     launch(shrink_simple_kernel<scalar_t, true>, grid, kShrinkThreads, 0, true, p);
   });
-  if (v.size(0) > 1) launch(add_parts_kernel, 8 * std::min<int64_t>(p.list.capacity, 64), kProjectThreads, 0, true, p);
+  if (v.size(0) > 1) launch(add_parts_kernel, 8 * std::min<int64_t>(p.list.capacity, 64), kProjectThreads, 0, true, p,
+           rows <= kLinearRows);
 }
 
 }  // namespace scute::cuda

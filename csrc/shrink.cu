@@ -23,14 +23,14 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
   p.span = kGroups * 16;
   p.list = {view.header + kTiles, view.header + kLargestRank, p.span, view.tiles, view.perm};
   divide_work(p.list, rows, tile_rows, table.size(0), slices * v.size(0), (p.stride + p.span - 1) / p.span);
-  const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * kShrinkCtas);
+  const int64_t grid = sums_grid(p, rows);
   if (grid == 0) return;
   SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {
     auto* kernel = shrink_simple_kernel<scalar_t, false>;
     if constexpr (sizeof(scalar_t) == 2) {
       if (aligned) kernel = shrink_kernel<scalar_t>;
     }
-    launch(kernel, grid, kShrinkThreads, 0, true, p);
+    launch(kernel, grid, kShrinkThreads, 0, true, p, rows <= kLinearRows);
   });
 }
 

@@ -68,8 +68,16 @@ struct ShrinkResolve {
   }
 };
 
+// The first thing of all: a successor may start as soon as x is there. A linear reads the same x, and does not wait for
+// the sums to do so.
+__device__ __forceinline__ void input_wait() {
+  pdl_wait();
+  pdl_trigger();
+}
+
 constexpr int kShrinkThreads = 128, kShrinkWarps = kShrinkThreads / 32;
 constexpr int kShrinkCtas = 6;                          // of a multiprocessor
+constexpr int kShrinkCtasBefore = 3;                    // the same before a linear, which starts beside them
 constexpr int kGroups = 2;                              // of 16 ranks, in a span of a private factor
 constexpr int kStretch = 512;                           // inputs that a CTA does at a time
 constexpr int kSteps = kStretch / (kShrinkWarps * 32);  // products of 32 inputs that a warp does of them
@@ -104,11 +112,10 @@ template <typename T>
 __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ ItemsShared<ShrinkItem> work;
   __shared__ float partial[2][kShrinkWarps][kTokens][kGroups * 16 + 4];
-  pdl_trigger();
+  input_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Items<ShrinkItem, ShrinkResolve<T, false>> items(work, {p});
 
-  bool waited = false;
   for (int turn = 0; items.look_up();) {
     const ShrinkItem* next = items.next();
     uint4 w[kSteps][2];
@@ -119,8 +126,6 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(con
       for (int step = 0; step < kSteps; ++step) load(step, w[step]);
       row = p.list.perm[next->begin + min(g, next->rows - 1)];
     }
-    if (!waited) pdl_wait();
-    waited = true;
     for (; next; turn ^= 1) {
       const ShrinkItem& item = *next;
       const int chunks = (item.inputs + kStretch - 1) / kStretch, groups = (item.ranks + 15) / 16;
@@ -171,9 +176,8 @@ __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(con
 template <typename T, bool kShared>
 __global__ void __launch_bounds__(kShrinkThreads) shrink_simple_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ ItemsShared<ShrinkItem> work;
-  pdl_trigger();
+  input_wait();
   Items<ShrinkItem, ShrinkResolve<T, kShared>> items(work, {p});
-  pdl_wait();
   const int token = threadIdx.x / 16;
   const ShrinkItem* next = nullptr;
   while ((next = items.next()) || items.look_up()) {
@@ -196,6 +200,12 @@ __global__ void __launch_bounds__(kShrinkThreads) shrink_simple_kernel(const __g
       item.v[row * p.v_row + r] = total;
     }
   }
+}
+
+// CTAs for a pass of so many rows; few are followed by a linear.
+inline int64_t sums_grid(const ShrinkParams& p, int64_t rows) {
+  const int each = rows <= kLinearRows ? kShrinkCtasBefore : kShrinkCtas;
+  return std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * each);
 }
 
 // Reads x and v off their tensors. Whether 16-byte loads may be used on x.

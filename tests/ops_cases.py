@@ -216,6 +216,7 @@ def row_slots(case: Case) -> Tensor:
     popular = 5 + torch.arange(case.rows) % 2  # one with factors of its own, one with shared ones
     chosen = {
         "base": torch.full((case.rows,), -1),
+        "one": torch.full((case.rows,), 5),
         "distinct": torch.arange(case.rows) % slots,
         "uniform": anyone,
         "skewed": torch.where(torch.rand(case.rows, generator=generator) < 0.8, popular, anyone),

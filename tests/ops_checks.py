@@ -33,7 +33,7 @@ def oracle(function, arguments: dict, dtype: torch.dtype) -> tuple:
 
 def signless(given: dict, dtype: torch.dtype) -> dict:
     """The same arguments with every number positive."""
-    names = [name for name in ("x", "v", "shared_v", "y", "out") if given.get(name) is not None]
+    names = [name for name in ("x", "weight", "bias", "v", "shared_v", "y", "out") if given.get(name) is not None]
     arena = given["arena"].view(dtype).abs().view(torch.uint8)
     return given | {name: given[name].abs() for name in names} | {"arena": arena}
 

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import test_ops_expand
-import test_ops_reweigh
+import test_ops_linear
 import test_ops_lookup
 import test_ops_project
+import test_ops_reweigh
 import test_ops_rotate
 import test_ops_structured
 import test_ops_tokens
@@ -30,6 +32,7 @@ ARGUMENTS = {
     "lookup": lambda case: test_ops_lookup.arguments(case.dtype, case.device),
     "project": test_ops_project.arguments,
     "expand": test_ops_expand.arguments,
+    "linear": lambda case: test_ops_linear.arguments(replace(case, dtype=torch.float16)),
     "rotate": test_ops_rotate.arguments,
     "structured": test_ops_structured.arguments,
     "token_rows": lambda case: test_ops_tokens.row_arguments(case.dtype, case.device),
@@ -41,9 +44,11 @@ ARGUMENTS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_schema_and_fake_hold(name, device):
+    if name == "linear" and device not in test_ops_linear.HERE:
+        pytest.skip("needs compute capability 9.0")
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
-    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out", "weight") if out in given}
+    given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out", "weight", "y") if out in given}
     opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 

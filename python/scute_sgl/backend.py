@@ -14,6 +14,7 @@ from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from torch import Tensor
 
 from scute_sgl.graphs import Variant, with_variants
+from scute_sgl.layout import LINEAR_RANK, LINEAR_ROWS
 from scute_sgl.plan import BatchPlan
 from scute_sgl.pool import Pool
 
@@ -84,6 +85,17 @@ class ScuteBackend(BaseLoRABackend):
         self.body = self._decode
         self._head_slots: Tensor | None = None
         self._beside = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        # Whether op linear runs here: 16 bit, and a GPU that copies boxes of a matrix to shared memory.
+        self._fuses = (
+            pool.device.type == "cuda"
+            and pool.dtype.itemsize == 2
+            and torch.cuda.get_device_capability(pool.device) >= (9, 0)
+        )
+
+    def fuses(self, rows: int) -> bool:
+        """Whether a pass of so many rows has its base GEMMs and adapters in one op."""
+        few = self.body.tile_rows == DECODE_TILE and rows <= LINEAR_ROWS
+        return self._fuses and few and max(self.stride, self.graph_rank) <= LINEAR_RANK
 
     @contextmanager
     def beside(self, work: Callable[[], Tensor], wanted: bool) -> Iterator[Tensor]:

@@ -3,8 +3,9 @@
     x' = rotate(x);   y = base(x');   v = shrink(x), project(x);   y = y + y * (s - 1) + b + expand(v)
     y = structured(x, y), reweigh(x, W, y)
 
-The sums v need the layer's input alone. Decoding makes them beside the base's GEMM, on a second stream: a GEMM of few
-rows waits for memory and leaves multiprocessors idle.
+Decoding up to LINEAR_ROWS rows on a recent GPU, base and expand are one op, linear, which reads W while the sums v are
+made. With more rows the sums, which need the layer's input alone, are made beside the base's GEMM on a second stream: a
+GEMM of few rows waits for memory and leaves multiprocessors idle.
 
 SGLang's layers leave their GEMM to a "quant method" object. Wrapping that object, instead of the layer, keeps
 everything else the layer does: splitting inputs, adding the bias on one rank only, one all-reduce after the
@@ -62,24 +63,43 @@ class Adapters:
 
     def around(self, rows: Rows, x: Tensor, weight: Tensor, base: Callable[[], Tensor]) -> Tensor:
         """``base()`` with the adapters' part added; x is the layer's input before any rotation, ``weight`` its own."""
-        plan, live, pool = rows.planned(x.shape[0]), self.backend.live, self.backend.pool
-        # Allocated before the fork: memory that main gives back later may still be in use there.
-        v = self._partials(rows, x, self.slices) if live & DELTA else None
-        shared_v = self._partials(rows, x, 1) if live & SHARED else None
-        common = pool.arena, pool.table
-        with self.backend.beside(base, rows.tile_rows == DECODE_TILE and live & (DELTA | SHARED)) as y:
-            if v is not None:
-                ops.shrink(x, *common, plan.words, rows.tile_rows, self.module, self.slices, v)
-            if shared_v is not None:
-                ops.project(
-                    x, plan.row_slot, *common, pool.sets, plan.words, rows.tile_rows,
-                    self.module, self.slices, self.in_begin, shared_v,
-                )  # fmt: skip
+        v, shared_v = self._partials(rows, x)
+        with self.backend.beside(base, rows.tile_rows == DECODE_TILE and (v is not None or shared_v is not None)) as y:
+            self._sum(rows, x, v, shared_v)
         self._expand(rows, v, shared_v, y)
-        if live & STRUCTURED:
-            ops.structured(x, plan.row_slot, *common, self.module, self.columns, y)
-            ops.reweigh(x, weight, plan.row_slot, *common, self.module, self.columns, y)
+        self._add_structures(rows, x, weight, y)
         return y
+
+    def linear(self, rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same for few rows, with the base's GEMM in the op: x W^T + bias."""
+        plan, pool = rows.planned(x.shape[0]), self.backend.pool
+        # In this order: linear reads its inputs while the sums are made.
+        inputs = self.rotate(rows, x) if self.backend.live & ROTATED else x.unsqueeze(0)
+        v, shared_v = self._partials(rows, x)
+        self._sum(rows, x, v, shared_v)
+        y = x.new_empty((x.shape[0], self.columns[-1]))
+        ops.linear(
+            inputs, weight, bias, v, shared_v, plan.row_slot, pool.arena, pool.table, pool.slots, pool.sets,
+            self.module, self.columns, self.out_begin, y,
+        )  # fmt: skip
+        self._add_structures(rows, x, weight, y)
+        return y
+
+    def _sum(self, rows: Rows, x: Tensor, v: Tensor | None, shared_v: Tensor | None) -> None:
+        plan, pool = rows.planned(x.shape[0]), self.backend.pool
+        if v is not None:
+            ops.shrink(x, pool.arena, pool.table, plan.words, rows.tile_rows, self.module, self.slices, v)
+        if shared_v is not None:
+            ops.project(
+                x, plan.row_slot, pool.arena, pool.table, pool.sets, plan.words, rows.tile_rows,
+                self.module, self.slices, self.in_begin, shared_v,
+            )  # fmt: skip
+
+    def _add_structures(self, rows: Rows, x: Tensor, weight: Tensor, y: Tensor) -> None:
+        if self.backend.live & STRUCTURED:
+            plan, pool = rows.planned(x.shape[0]), self.backend.pool
+            ops.structured(x, plan.row_slot, pool.arena, pool.table, self.module, self.columns, y)
+            ops.reweigh(x, weight, plan.row_slot, pool.arena, pool.table, self.module, self.columns, y)
 
     def _expand(self, rows: Rows, v: Tensor | None, shared_v: Tensor | None, y: Tensor) -> None:
         plan, pool = rows.planned(y.shape[0]), self.backend.pool
@@ -104,10 +124,17 @@ class Adapters:
             plan, pool = rows.planned(x.shape[0]), self.backend.pool
             ops.token_logits(x, plan.row_slot, pool.arena, pool.table, self.module, y)
 
-    def _partials(self, rows: Rows, x: Tensor, slices: int) -> Tensor:
-        """Scratch for sums over inputs. Few rows leave the GPU to many inputs: decoding sums its chunks apart."""
+    def _partials(self, rows: Rows, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Scratch for sums over inputs, of private and of shared factors. Few rows leave the GPU to many inputs: decoding
+        sums its chunks apart. Allocated before a fork: memory that main gives back later may still be in use there."""
         chunks = -(-x.shape[1] // K_CHUNK) if rows.tile_rows == DECODE_TILE else 1
-        return torch.empty((chunks, x.shape[0], slices * self.backend.stride), dtype=torch.float32, device=x.device)
+
+        def scratch(slices: int) -> Tensor:
+            size = chunks, x.shape[0], slices * self.backend.stride
+            return torch.empty(size, dtype=torch.float32, device=x.device)
+
+        live = self.backend.live
+        return scratch(self.slices) if live & DELTA else None, scratch(1) if live & SHARED else None
 
 
 class ScuteLinear(LinearMethodBase):
@@ -129,6 +156,8 @@ class ScuteLinear(LinearMethodBase):
         self.backend.reached.add(self.adapters.module)
         if not self.backend.live:
             return self.base.apply(layer, x, bias)
+        if x.is_contiguous() and self.backend.fuses(x.shape[0]):
+            return self.adapters.linear(self.backend.body, x, layer.weight, bias)
         return self.adapters.around(self.backend.body, x, layer.weight, lambda: self._project(layer, x, bias))
 
     def apply_into(self, layer: torch.nn.Module, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:

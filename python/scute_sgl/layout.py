@@ -63,6 +63,8 @@ PLAN_HEADER = 16
 # Workers are shared out by weight, RANK + TILE_WEIGHT: each tile has one and its part of those that are over.
 WORKERS, TILE_WEIGHT = 512, 8
 
+LINEAR_ROWS, LINEAR_RANK = 24, 1024  # rows that the op linear takes on CUDA, and columns of v a slice
+
 
 def plan_size(rows: int) -> int:
     """int32 words of a plan for at most ``rows`` rows."""

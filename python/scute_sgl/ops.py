@@ -114,6 +114,38 @@ def expand(
     _ops.expand(v, shared_v, row_slot, arena, table, sets, plan, tile_rows, module, columns, out_begin, y)
 
 
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    v: Tensor | None,
+    shared_v: Tensor | None,
+    row_slot: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    sets: Tensor,
+    module: int,
+    columns: Sequence[int],
+    out_begin: Sequence[int],
+    y: Tensor,
+) -> None:
+    """y = x W^T + bias, and what expand does to such a y: the base's GEMM of few rows and the adapters' part in one.
+
+    x (1 or slices, n, in): one input for all slices, or each slice's own; ``weight`` (columns[-1], in), its rows
+    contiguous; ``bias`` (columns[-1],) or None, both of x's dtype. v, shared_v, ``columns``, which begin with 0, and
+    out_begin as for expand; instead of a plan, row_slot int32 (n,) and ``slots`` as for plan say whose a row is.
+    y (n, columns[-1]) of x's dtype: written, never read; rows of nobody too.
+
+    On CUDA: float16 and bfloat16, at most LINEAR_ROWS rows, compute capability 9.0 or later; rows of x and of the weight
+    begin at multiples of 16 bytes, one slice's rows right behind another's; all in float32 and rounded once. On the CPU
+    16 bits round x W^T + bias before the adapters' part is added, and a slot past the table raises.
+    """
+    _ops.linear(
+        x, weight, bias, v, shared_v, row_slot, arena, table, slots, sets, module, columns, out_begin, y
+    )  # fmt: skip
+
+
 def rotate(
     x: Tensor, row_slot: Tensor, arena: Tensor, table: Tensor, module: int, slices: int, out: Tensor
 ) -> None:
@@ -177,7 +209,7 @@ def _fake(*args) -> None:
         raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}; want one device")
 
 
-_NAMES = "plan shrink lookup project expand rotate structured reweigh token_rows token_logits"
+_NAMES = "plan shrink lookup project expand linear rotate structured reweigh token_rows token_logits"
 
 for _name in _NAMES.split():
     register_fake(f"scute::{_name}", _fake)

@@ -129,7 +129,26 @@ def expand(
     out_begin: Sequence[int],
     y: Tensor,
 ) -> Tensor:
-    dtype, y = y.dtype, y.double()
+    return _expand(y.double(), y.dtype, v, shared_v, row_slot, arena, table, sets, plan, module, columns, out_begin)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, shared_v: Tensor | None, row_slot: Tensor,
+    arena: Tensor, table: Tensor, slots: Tensor, sets: Tensor, module: int, columns: Sequence[int],
+    out_begin: Sequence[int], y: Tensor,
+) -> Tensor:
+    own = x.double().expand(len(columns) - 1, -1, -1)
+    z = [own[i] @ weight[begin:end].double().T for i, (begin, end) in enumerate(pairwise(columns))]
+    z = torch.cat(z, 1) + (0.0 if bias is None else bias.double())
+    listed = plan(row_slot, slots, 1, row_slot.new_zeros(layout.plan_size(len(row_slot))))
+    return _expand(z, x.dtype, v, shared_v, row_slot, arena, table, sets, listed, module, columns, out_begin)
+
+
+def _expand(
+    y: Tensor, dtype: torch.dtype, v: Tensor | None, shared_v: Tensor | None, row_slot: Tensor, arena: Tensor,
+    table: Tensor, sets: Tensor, plan: Tensor, module: int, columns: Sequence[int], out_begin: Sequence[int],
+) -> Tensor:
+    """Of a y in float64 and an arena in ``dtype``."""
 
     def update(rows: Tensor, entry: Entry, begin: int, end: int, delta: Tensor | float) -> None:
         part = total = y[rows, begin:end]

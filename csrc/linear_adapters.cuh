@@ -1,0 +1,288 @@
+// What the adapters of few rows add to a tile of the base's GEMM: looked up while the weights stream past, computed at
+// the end.
+#pragma once
+#include "linear.h"
+
+namespace scute::cuda {
+
+constexpr int kStageBlocks = 16;  // of B, 8 ranks each, in a stage of the ring
+
+// The B of one tenant or of one shared set.
+struct LinearFactor {
+  const char* b;   // the tile's first column
+  int64_t block;   // bytes from one rank block to the next
+  int begin, end;  // its blocks among those of all factors
+};
+
+template <typename T>
+struct LinearRow {
+  const T *scale, *bias, *e;  // null: absent; at the slice's first column
+  int begin, end;             // its factor's blocks; none: equal
+};
+
+template <typename T>
+struct LinearAdapters {
+  LinearFactor factors[kLinearRows];
+  LinearRow<T> rows[kLinearRows];
+  int blocks;  // of all factors
+};
+
+// One tile: some columns of one slice.
+struct LinearTile {
+  int slice, column, width;  // from the slice's first column on
+};
+
+// Whose a row is and what its tenant has for the tile's slice.
+template <typename T>
+struct LinearTenant {
+  int slot, set;  // -1: none; a row with a set has shared factors
+  int blocks;     // of its B
+  const char* b;
+  int64_t block;
+  const T *scale, *bias, *d, *e;
+
+  __device__ __forceinline__ LinearTenant(const LinearParams& p, const LinearTile& tile, int row)
+      : slot(-1), set(-1), blocks(0), b(p.arena), block(0), scale(nullptr), bias(nullptr), d(nullptr), e(nullptr) {
+    const int listed = row < p.rows ? load_kept(p.row_slot + row) : -1;
+    if (listed < 0 || listed >= p.slots) return;
+    const uint4* entry = reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(listed) * p.modules + tile.slice);
+    const Slot tenant = p.tenants[listed];
+    const uint4 factors = load_kept(entry), vectors = load_kept(entry + 1), shared = load_kept(entry + 2),
+                meta = load_kept(entry + 3);
+    const bool is_shared = tenant.live & kShared;
+    if (is_shared ? !p.shared.v || tenant.shared_set < 0 || tenant.shared_set >= p.slots
+                  : !p.own.v || !(tenant.live & kDelta))
+      return;
+    slot = listed;
+    const auto at = [&](uint32_t low, uint32_t high) {
+      const int64_t offset = word64(low, high);
+      return offset == kAbsent ? nullptr : reinterpret_cast<const T*>(p.arena + offset);
+    };
+    scale = at(vectors.x, vectors.y), bias = at(vectors.z, vectors.w);
+    const int width = p.columns[tile.slice + 1] - p.columns[tile.slice];
+    int64_t first = tile.column;
+    if (is_shared) {
+      set = tenant.shared_set;
+      const SharedSet& factor = p.sets[set];
+      d = at(shared.x, shared.y);
+      if (!d || p.out_begin[tile.slice] + width > factor.out) {  // nothing but scale and bias
+        d = nullptr;
+        return;
+      }
+      e = at(shared.z, shared.w);
+      b = p.arena + factor.b, block = factor.out * 8, blocks = static_cast<int>(factor.rank) / 8;
+      first += p.out_begin[tile.slice];
+    } else if (const int64_t offset = word64(factors.z, factors.w); offset != kAbsent) {
+      b = p.arena + offset, block = static_cast<int64_t>(width) * 8, blocks = entry_rank(word64(meta.z, meta.w)) / 8;
+    }
+    b += first * 8 * static_cast<int64_t>(sizeof(T));
+    blocks = min(blocks, p.sums_row / 8);  // v has no more
+  }
+};
+
+// One warp: every B once, whose blocks follow one another. Lane: row.
+template <typename T>
+__device__ __forceinline__ void list_factors(const LinearParams& p, const LinearTile& tile, LinearAdapters<T>& s) {
+  const int lane = threadIdx.x % 32;
+  const LinearTenant<T> mine(p, tile, lane);
+  const int key = mine.blocks == 0 ? -1 : mine.set >= 0 ? p.slots + mine.set : mine.slot;
+  const unsigned same = __match_any_sync(~0u, key);
+  const int leader = __ffs(same) - 1;
+  const bool leads = mine.blocks > 0 && leader == lane;
+  const unsigned leaders = __ballot_sync(~0u, leads);
+  int end = leads ? mine.blocks : 0;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, end, step);
+    if (lane >= step) end += other;
+  }
+  if (leads)
+    s.factors[__popc(leaders & ((1u << lane) - 1))] = {mine.b, mine.block * static_cast<int64_t>(sizeof(T)),
+                                                       end - mine.blocks, end};
+  const int all = __shfl_sync(~0u, end, 31);
+  end = __shfl_sync(~0u, end, leader);
+  if (lane < p.rows) s.rows[lane] = {mine.scale, mine.bias, mine.e, end - mine.blocks, end};
+  if (lane == 0) s.blocks = all;
+}
+
+// The sums of v's parts, from rank `lane` on, times d, to shared memory. Eight loads are under way at a time, kParts to a
+// rank: what the compiler leaves over of an unrolled loop would wait for one another.
+template <typename T, int kParts>
+__device__ __forceinline__ void add_parts(const LinearParams::Sums& from, const float* v, int rank, int ranks,
+                                          const T* d, float* to) {
+  constexpr int kRanks = 8 / kParts, kStep = 16;
+#pragma unroll 1
+  for (; rank < ranks; rank += kRanks * kStep) {
+    float4 totals[kRanks] = {};
+    uint2 factors[kRanks];
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i)
+      if (d && rank + i * kStep < ranks) factors[i] = *reinterpret_cast<const uint2*>(d + rank + i * kStep);
+#pragma unroll 1
+    for (int part = 0; part < from.parts; part += kParts) {
+      float4 parts[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int of = part + i % kParts, at = rank + i / kParts * kStep;
+        parts[i] = make_float4(0, 0, 0, 0);
+        if (of < from.parts && at < ranks) parts[i] = *reinterpret_cast<const float4*>(v + of * from.part + at);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float4& total = totals[i / kParts];
+        total.x += parts[i].x, total.y += parts[i].y, total.z += parts[i].z, total.w += parts[i].w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) {
+      const int at = rank + i * kStep;
+      if (at >= ranks) break;
+      float4& total = totals[i];
+      if (d) {
+        const float2 low = unpack<T>(factors[i].x), high = unpack<T>(factors[i].y);
+        total.x *= low.x, total.y *= low.y, total.z *= high.x, total.w *= high.y;
+      }
+      *reinterpret_cast<float4*>(to + at) = total;
+    }
+  }
+}
+
+// One warp, eight rows, four lanes to a row: v, when it is there.
+template <typename T>
+__device__ __forceinline__ void gather_sums(const LinearParams& p, const LinearTile& tile, int first_row, float* sums) {
+  const int lane = threadIdx.x % 32, row = first_row + lane / 4, rank = lane % 4 * 4;
+  const LinearTenant<T> mine(p, tile, row);
+  pdl_wait();
+  const LinearParams::Sums& from = mine.set >= 0 ? p.shared : p.own;
+  const float* v = from.v + row * from.row + tile.slice * from.slice;
+  float* to = sums + row * p.sums_row;
+  if (from.parts == 1) add_parts<T, 1>(from, v, rank, mine.blocks * 8, mine.d, to);
+  else if (from.parts <= 4) add_parts<T, 4>(from, v, rank, mine.blocks * 8, mine.d, to);
+  else add_parts<T, 8>(from, v, rank, mine.blocks * 8, mine.d, to);
+}
+
+// Warps first, first + warps, ...: what rows without a factor add, and all scales.
+template <typename T>
+__device__ __forceinline__ void copy_vectors(const LinearParams& p, const LinearTile& tile, int tile_columns,
+                                             const LinearAdapters<T>& s, float* added, T* scales, int first,
+                                             int warps) {
+  for (int index = first; index < p.rows; index += warps) {
+    const LinearRow<T>& row = s.rows[index];
+    for (int column = threadIdx.x % 32; column < tile.width; column += 32) {
+      const int at = index * tile_columns + column;
+      if (row.scale) scales[at] = row.scale[tile.column + column];
+      if (row.begin == row.end) added[at] = row.bias ? to_float(row.bias[tile.column + column]) : 0;
+    }
+  }
+}
+
+// The producer warp: blocks first .. of all factors to a stage, kColumns x 16 bytes each.
+template <int kColumns, typename T>
+__device__ __forceinline__ void copy_blocks(const LinearTile& tile, const LinearAdapters<T>& s, int first, char* stage,
+                                            uint64_t* full) {
+  const int lane = threadIdx.x % 32, count = min(kStageBlocks, s.blocks - first), bytes = tile.width * 16;
+  if (lane == 0) barrier_expect(full, count * bytes);
+  __syncwarp();
+  if (lane >= count) return;
+  int factor = 0;
+  while (first + lane >= s.factors[factor].end) ++factor;
+  const LinearFactor& from = s.factors[factor];
+  copy_bytes(stage + lane * kColumns * 16, from.b + (first + lane - from.begin) * from.block, bytes, full);
+}
+
+// kRows rows, `apart` from one another, of one factor: the products of a stage's blocks with v. A row's sum is made in
+// one order, wherever its blocks begin. What is added to y is complete with a row's last block.
+template <int kColumns, int kRows, typename T>
+__device__ __forceinline__ void multiply_rows(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
+                                              int first, const char* stage, const float* sums, float* added, int index,
+                                              int apart) {
+  constexpr int kGroups = (kColumns + 31) / 32, kAtOnce = kGroups * kRows > 4 ? 1 : 4;
+  const int lane = threadIdx.x % 32, from = s.rows[index].begin;
+  const int begin = max(first, from), end = min(first + kStageBlocks, s.rows[index].end);
+  const float* v[kRows];
+  float delta[kRows][kGroups];
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    v[j] = sums + (index + j * apart) * p.sums_row - from * 8;
+    const float* before = added + (index + j * apart) * kColumns + lane;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      delta[j][i] = begin > from && i * 32 + lane < kColumns ? before[i * 32] : 0;
+  }
+  const char* b = stage + lane * 16;
+#pragma unroll kAtOnce
+  for (int block = begin; block < end; ++block) {
+    float4 low[kRows], high[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      low[j] = *reinterpret_cast<const float4*>(v[j] + block * 8);
+      high[j] = *reinterpret_cast<const float4*>(v[j] + block * 8 + 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      if (i * 32 + lane >= kColumns) break;
+      const uint4 words = *reinterpret_cast<const uint4*>(b + ((block - first) * kColumns + i * 32) * 16);
+      const float2 b01 = unpack<T>(words.x), b23 = unpack<T>(words.y), b45 = unpack<T>(words.z),
+                   b67 = unpack<T>(words.w);
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        float sum = b01.x * low[j].x;
+        sum = fmaf(b01.y, low[j].y, sum), sum = fmaf(b23.x, low[j].z, sum), sum = fmaf(b23.y, low[j].w, sum);
+        sum = fmaf(b45.x, high[j].x, sum), sum = fmaf(b45.y, high[j].y, sum), sum = fmaf(b67.x, high[j].z, sum);
+        delta[j][i] += fmaf(b67.y, high[j].w, sum);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const LinearRow<T>& row = s.rows[index + j * apart];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int column = i * 32 + lane;
+      if (column >= tile.width) break;
+      if (end == row.end && row.e) delta[j][i] *= to_float(row.e[tile.column + column]);
+      if (end == row.end && row.bias) delta[j][i] += to_float(row.bias[tile.column + column]);
+      added[(index + j * apart) * kColumns + column] = delta[j][i];
+    }
+  }
+}
+
+// The kWarps warps that multiply, all rows that meet the stage's blocks; two of one factor together.
+template <int kColumns, int kWarps, typename T>
+__device__ __forceinline__ void multiply_blocks(const LinearParams& p, const LinearTile& tile,
+                                                const LinearAdapters<T>& s, int first, const char* stage,
+                                                const float* sums, float* added) {
+  const auto meets = [&](int index) {
+    return index < p.rows && s.rows[index].begin < min(first + kStageBlocks, s.rows[index].end) &&
+           s.rows[index].end > first;
+  };
+#pragma unroll 1
+  for (int index = threadIdx.x / 32; index < p.rows; index += kWarps) {
+    if (!meets(index)) continue;
+    const int other = index + kWarps;
+    if (meets(other) && s.rows[other].begin == s.rows[index].begin) {
+      multiply_rows<kColumns, 2>(p, tile, s, first, stage, sums, added, index, kWarps);
+      index = other;
+    } else {
+      multiply_rows<kColumns, 1>(p, tile, s, first, stage, sums, added, index, kWarps);
+    }
+  }
+}
+
+// All threads: y's columns of the tile. `base(row, column)`: the GEMM's.
+template <typename T, typename Base>
+__device__ __forceinline__ void finish_tile(const LinearParams& p, const LinearTile& tile, int tile_columns,
+                                            const LinearAdapters<T>& s, const float* added, const T* scales,
+                                            const Base& base) {
+  const int first = p.columns[tile.slice] + tile.column;  // in y
+  for (int item = threadIdx.x; item < p.rows * tile_columns; item += blockDim.x) {
+    const int row = item / tile_columns, column = item % tile_columns;
+    if (column >= tile.width) continue;
+    float was = base(row, column), more = added[item];
+    if (p.bias) was += to_float(static_cast<const T*>(p.bias)[first + column]);
+    if (s.rows[row].scale) more = fmaf(was, to_float(scales[item]), more);
+    static_cast<T*>(p.y)[row * p.y_stride + first + column] = from_float<T>(was + more);
+  }
+}
+
+}  // namespace scute::cuda
