@@ -16,7 +16,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -158,7 +167,10 @@ def write_adapter(base, recipe: Recipe, folder: Path, probe: Probe, scale: float
     """One of them, at this scale if one is given; returns its scale."""
     seed = zlib.crc32(folder.name.encode())
     torch.manual_seed(seed)
-    model = get_peft_model(base, recipe.config()).eval()
+    config = recipe.config()
+    if isinstance(config, TrainableTokensConfig):  # a small base has not all of the recipe's
+        config.token_indices = [token for token in config.token_indices if token < base.config.vocab_size]
+    model = get_peft_model(base, config).eval()
     if recipe.task is not None:
         set_task(model, recipe.task)
     start = parameters(model, recipe.draws)
