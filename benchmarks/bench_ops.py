@@ -3,8 +3,14 @@
 For each workload and fused layer one CUDA graph runs the op over many distinct sets of weights, more bytes than the
 L2 cache holds, as in a model whose layers follow one another; inputs stay in the cache, as in life. VeRA's A and B
 are one pair for all sets, as PEFT shares them over a model's layers. A line says what one launch (or pair) takes, and
-in brackets how much of the speed of a large copy it reached, by the adapter bytes that it had to read.
-``step`` lines add up a decoding step: a graph of all layers' base GEMMs with the adapters' ops against one without.
+in brackets how much of the speed of a large copy it reached, by the adapter bytes that it had to read; ``linear``, which
+few rows have instead of a GEMM and ``after``, reads the base's weight too.
+
+``step`` lines add up a decoding step: a graph of all layers' base GEMMs with the adapters' ops against one of the GEMMs
+alone. The ops are those of layers.py. Up to LINEAR_ROWS rows (16 bit, compute capability 9.0) that is linear in the GEMM's
+place; "without sums" is linear on what v held before, "gemm alone" linear without v. Else sums run beside the GEMM and an
+expand after it, which are then timed without each other too. Between two layers a model runs other kernels, so here every
+GEMM of every graph has a small one before it: back to back, linears would overlap by programmatic launch.
 
 ``--stock`` times SGLang's own triton and csgmv layers too (it needs SGLang): the same step with each in our place, one
 stream, its graph replayed in turns with ours and the base's; with ``--parts ops,step`` also every fused layer's pair of
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -36,16 +43,24 @@ def time_ops(
         bench = Bench(workload, inputs, outputs, int(min(256, max(16, 6e8 // once))), dtype, room)
         bench.make_plan()
         line = f"{name:24} {layer:8}"
-        parts = {"oft": ["before"]} | dict.fromkeys(STRUCTURES, ["after"])
-        for part in parts.get(bench.kind, ["before", "after"]):
+        single = {"oft": ["before"]} | dict.fromkeys(STRUCTURES, ["after"])
+        parts = single.get(bench.kind, ["before", "after", *(["linear"] if bench.fuses else [])])
+        size = inputs * sum(outputs) * dtype.itemsize
+        weights = base_weights(inputs, outputs, int(6e8 // size) + 2, dtype) if "linear" in parts else []
+        for part in parts:
 
-            def body(bench=bench, part=part):
+            def body(bench=bench, part=part, weights=weights):
                 for n in range(bench.sets):
-                    bench.run(part, n)
+                    if part == "linear":
+                        bench.run_linear(n, weights[n % len(weights)], ["after"])
+                    else:
+                        bench.run(part, n)
 
             taken = microseconds(graph_of(body))[0] / bench.sets
             share = {"before": inputs * (len(outputs) if bench.kind == "lora" else 1), "after": sum(outputs)}
-            read = bench.bytes * (1 if bench.kind in parts else share[part] / sum(share.values()))
+            share["linear"] = share["after"]
+            read = bench.bytes * (1 if bench.kind in single else share[part] / (share["before"] + share["after"]))
+            read += size if part == "linear" else 0
             row = {"workload": name, "layer": layer, "op": part, "us": taken, "bytes": read,
                    "gb_s": read / taken / 1e3, "share": read / taken / bandwidth}  # fmt: skip
             line += f" {part} {taken:6.2f} us [{row['share']:4.0%}]"
@@ -53,7 +68,7 @@ def time_ops(
         print(line, flush=True)
         if stock:
             rows += time_pairs(name, layer, bench, stock.build(workload, {layer: bench}, dtype))
-        del bench
+        del bench, weights, body
         torch.cuda.empty_cache()
     return rows
 
@@ -117,44 +132,47 @@ def time_step(
     ]
     for bench in benches:
         bench.make_plan()
-    beside = torch.cuda.Stream()
+    beside, few = torch.cuda.Stream(), benches[0].fuses
 
-    def step(*parts: str) -> None:
-        """As layers.py does: what needs only the layer's input runs beside its GEMM, rotations before it."""
-        main = torch.cuda.current_stream()
-        for n in range(layers):
-            for bench, weight in zip(benches, weights):
-                if "before" in parts and bench.kind == "oft":
-                    bench.run("before", n)
-                beside.wait_stream(main)
-                torch.mm(bench.x, weight[n].T, out=bench.y)
-                if "before" in parts and bench.kind != "oft":
-                    with torch.cuda.stream(beside):
-                        bench.run("before", n)
-                    main.wait_stream(beside)
-                if "after" in parts and bench.kind != "oft":
-                    bench.run("after", n)
+    def step(run: Callable[[str, int, torch.Tensor], None]) -> torch.cuda.CUDAGraph:
+        def body() -> None:
+            for n in range(layers):
+                for (layer, bench), weight in zip(fused.items(), weights):
+                    bench.x.mul_(1.0)
+                    run(layer, n, weight[n])
 
-    def stock_step(built: dict[str, list]) -> None:
+        return graph_of(body)
+
+    def base(layer: str, n: int, weight: torch.Tensor) -> None:
+        torch.mm(fused[layer].x, weight.T, out=fused[layer].y)
+
+    def ours(parts: Sequence[str]) -> torch.cuda.CUDAGraph:
+        if few:
+            return step(lambda layer, n, weight: fused[layer].run_linear(n, weight, parts))
+        return step(lambda layer, n, weight: fused[layer].run_beside(n, weight, beside, parts))
+
+    def theirs(built: dict[str, list]) -> torch.cuda.CUDAGraph:
         """As SGLang's layers do: both launches after the GEMM, on its stream."""
-        for n in range(layers):
-            for layer, bench, weight in zip(fused, benches, weights):
-                torch.mm(bench.x, weight[n].T, out=bench.y)
-                built[layer][n].apply_lora(bench.y, bench.x)
 
-    variants = ((), ("before", "after"), ("before",), ("after",))
+        def run(layer: str, n: int, weight: torch.Tensor) -> None:
+            base(layer, n, weight)
+            built[layer][n].apply_lora(fused[layer].y, fused[layer].x)
+
+        return step(run)
+
+    variants = {"added": ["before", "after"]}  # first: it fills what the others find in v
+    variants |= {"without_sums": ["after"], "gemm_alone": []} if few else {"sums_alone": ["before"], "expand_alone": ["after"]}
     built = stock.build(workload, fused, dtype) if stock else {}
-    graphs = [graph_of(lambda: step(*variant)) for variant in variants]
-    graphs += [graph_of(lambda: stock_step(built[backend])) for backend in built]
-    base, *others = (us / 1e3 for us in microseconds(*graphs))
+    graphs = [step(base), *map(ours, variants.values()), *map(theirs, built.values())]
+    base_ms, *others = (us / 1e3 for us in microseconds(*graphs))
     read = sum(bench.bytes for bench in benches) * layers
-    row = {"workload": name, "op": "step", "base_ms": base, "bytes": read} | ({"backend": "scute"} if stock else {})
-    row |= {what: ms - base for what, ms in zip(("added_ms", "sums_alone_ms", "expand_alone_ms"), others)}
-    print(f"{name:24} step: base {base:.3f} ms, added {row['added_ms']:.3f} ms (sums alone {row['sums_alone_ms']:.3f}, "
-          f"expand alone {row['expand_alone_ms']:.3f}), {read / 1e6:.0f} MB", flush=True)  # fmt: skip
+    row = {"workload": name, "op": "step", "base_ms": base_ms, "bytes": read} | ({"backend": "scute"} if stock else {})
+    row |= {f"{what}_ms": ms - base_ms for what, ms in zip(variants, others)}
+    told = ", ".join(f"{what.replace('_', ' ')} {row[f'{what}_ms']:.3f}" for what in variants)
+    print(f"{name:24} step: base {base_ms:.3f} ms, {told}, {read / 1e6:.0f} MB", flush=True)
     rows = [row]
-    for backend, ms in zip(built, others[3:]):
-        rows.append({"workload": name, "op": "step", "backend": backend, "base_ms": base, "added_ms": ms - base})
+    for backend, ms in zip(built, others[len(variants) :]):
+        rows.append({"workload": name, "op": "step", "backend": backend, "base_ms": base_ms, "added_ms": ms - base_ms})
     if stock:
         added = ", ".join(f"{row['backend']} {row['added_ms']:.3f} ms" for row in rows)
         print(f"{name:24} step: added by {added}", flush=True)

@@ -71,13 +71,14 @@ def bytes_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
     return byte_model.bytes_of_step(tenants_of(workload, shape), workload.bs)
 
 
-def launches_of_workload(workload: Workload, shape: Shape = LLAMA_8B) -> int:
-    return byte_model.launches_of_step(tenants_of(workload, shape), [*map(len, shape.groups)] * shape.layers)
+def launches_of_workload(workload: Workload, shape: Shape = LLAMA_8B, gpu: Gpu = H200) -> int:
+    layers = [*map(len, shape.groups)] * shape.layers
+    return byte_model.launches_of_step(tenants_of(workload, shape), layers, workload.bs, gpu)
 
 
 def added_ms(workload: Workload, shape: Shape = LLAMA_8B, gpu: Gpu = H200) -> float:
     """Predicted milliseconds that the adapters add to a step of the base."""
-    return byte_model.added_ms(bytes_of_workload(workload, shape), launches_of_workload(workload, shape), gpu)
+    return byte_model.added_ms(bytes_of_workload(workload, shape), launches_of_workload(workload, shape, gpu), gpu)
 
 
 def main(argv: list[str] | None = None) -> int:

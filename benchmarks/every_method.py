@@ -60,7 +60,7 @@ OTHERS = (
     ),
     # Its clusters are found again in every process. Among 8192 outputs roundings alone often move one at a border, and
     # with it a centre and other outputs; among 512 they rarely do.
-    _recipe("ADAMSS", "AdamssConfig", V[::2], 0.06, {"adamss_A": kept, "adamss_B": scaled}, r=16, subspace_rank=4),
+    _recipe("ADAMSS", "AdamssConfig", V[::2], 0.065, {"adamss_A": kept, "adamss_B": scaled}, r=16, subspace_rank=4),
     _recipe("OSF", "OSFConfig", V, 0.3, {"osf_svd_params": around}),
     _recipe("ADALORA", "AdaLoraConfig", LINEARS, 0.7, {"lora_": kept, "lora_E": scaled, "ranknum": kept}, total_step=1, lora_alpha=16),
     _recipe("BEFT", "BeftConfig", ["v_proj"], 0.0105, {"beft_bias": scaled}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt
@@ -154,6 +155,9 @@ class Bench:
         self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
         self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind in OF_WEIGHT else []
+        # as backend.py decides it
+        few = workload.rows <= layout.LINEAR_ROWS and max(rank, room) <= layout.LINEAR_RANK
+        self.fuses = few and item == 2 and torch.cuda.get_device_capability() >= (9, 0)
 
     def _take(self, size: int) -> int:
         self.size += layout.round_up(size, layout.ALIGN)
@@ -204,17 +208,34 @@ class Bench:
     def _sums(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.v if self.kind == "lora" else None, self.v if self.kind == "vera" else None
 
-    def run_linear(self, n: int, weight: torch.Tensor) -> None:
-        """The whole layer as few rows have it: the sums or the rotation, one op for GEMM and adapters, structures."""
-        if self.kind not in STRUCTURES:
+    def run_linear(self, n: int, weight: torch.Tensor, parts: Sequence[str] = ("before", "after")) -> None:
+        """A layer as few rows have it, with these of run's parts: one op for its GEMM and the expand."""
+        if "before" in parts:
             self.run("before", n)
-        slices = len(self.outputs)
-        x = self.rotated if self.kind == "oft" else self.x[None]
+        after, slices = "after" in parts, len(self.outputs)
+        x = self.rotated if after and self.kind == "oft" else self.x[None]
+        v, shared_v = self._sums() if after else (None, None)
         ops.linear(
-            x, weight, None, *self._sums(), self.row_slot, self.arena, self.table, self.slots, self.shared[n : n + 1],
+            x, weight, None, v, shared_v, self.row_slot, self.arena, self.table, self.slots, self.shared[n : n + 1],
             n * slices, self.columns, [0] * slices, self.y,
         )  # fmt: skip
-        if self.kind in STRUCTURES:
+        if after and self.kind in STRUCTURES:
+            self.run("after", n)
+
+    def run_beside(
+        self, n: int, weight: torch.Tensor, beside: torch.cuda.Stream, parts: Sequence[str] = ("before", "after")
+    ) -> None:
+        """The same as more rows have it: what needs only the layer's input runs beside its GEMM, rotations before it."""
+        main = torch.cuda.current_stream()
+        if "before" in parts and self.kind == "oft":
+            self.run("before", n)
+        beside.wait_stream(main)
+        torch.mm(self.x, weight.T, out=self.y)
+        if "before" in parts and self.kind != "oft":
+            with torch.cuda.stream(beside):
+                self.run("before", n)
+            main.wait_stream(beside)
+        if "after" in parts and self.kind != "oft":
             self.run("after", n)
 
 

@@ -1,7 +1,7 @@
 """Greedy answers of a tenant alone and in mixed batches of the same size: captured decoding on a GPU, and the CPU's.
 
-Which rows a GEMM of the base has depends on the batch's size and on whether a tenant rotates inputs. Where both are
-equal, so is every bit; see "Neighbours" in docs/exactness.md.
+Which rows a GEMM of the base has depends on the batch's size and on whether a tenant rotates inputs, and on a GPU whose
+GEMM it is on whether there is a tenant. Where all are equal, so is every bit; see "Neighbours" in docs/exactness.md.
 """
 
 import numpy as np
@@ -51,7 +51,8 @@ def test_neighbours_that_add_no_rotations_change_no_bit(greedy, tenant):
 
 @pytest.mark.parametrize("tenants", [DELTA, DELTA + SHARED], ids=["delta", "shared"])
 def test_tenants_without_rotations_change_no_bit_of_the_base(greedy, tenants):
-    assert np.array_equal(greedy([])[len(TENANTS) :], greedy(tenants)[len(TENANTS) :])
+    fewest = [] if DEVICE == "cpu" else DELTA[:1]
+    assert np.array_equal(greedy(fewest)[len(TENANTS) :], greedy(tenants)[len(TENANTS) :])
 
 
 @pytest.mark.parametrize("tenant", DELTA + SHARED)

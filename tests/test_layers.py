@@ -1,13 +1,17 @@
-"""Layers between two forward passes: what the backend tells them, and what it learns from them."""
+"""Layers between two forward passes: what the backend tells them, what it learns from them, and their two ways to decode."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import test_targets
 import torch
+from fakes import random_slots
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch import nn
 
-from scute_sgl import layout, targets
+from scute_sgl import layout, ops, targets
 from scute_sgl.backend import ScuteBackend, built_by_manager
 from scute_sgl.errors import AdapterError
 from scute_sgl.fold import fold_adapter
@@ -15,9 +19,27 @@ from scute_sgl.image import pack
 from scute_sgl.layers import attach
 from scute_sgl.manager import ScuteManager
 from scute_sgl.pool import Pool
-from scute_sgl.slots import Adapter, Slots, Term
+from scute_sgl.slots import Adapter, Slots, Target, Term
 
 PATHS = ["model.layers.0.mlp.called", "model.layers.0.mlp.bypassed"]
+METHODS = {
+    "lora": ("terms",), "dora": ("terms", "magnitude"), "ia3": ("gain", "bias"), "vera": ("shared",), "oft": ("rotation",),
+    "lokr": ("split",), "hira": ("hadamard",), "several": ("rotation", "terms", "scale"),
+}  # fmt: skip
+
+
+def attached(root: nn.Module, sites: list, adapters: dict[str, Adapter]) -> ScuteBackend:
+    """The layers with these adapters resident."""
+    with built_by_manager():
+        backend = ScuteBackend(8, torch.device("cpu"))
+    found = {t.path: t for site in sites for t in site.targets}
+    pool = Pool(1 << 20, 8, len(found), "cpu", torch.float32, poison=True)
+    for name, adapter in adapters.items():
+        pool.register(name, pack(fold_adapter(adapter, found), torch.float32))
+    pool.ensure(adapters)
+    backend.start(pool, graph_rank=64)
+    attach(root, sites, backend)
+    return backend
 
 
 @pytest.fixture
@@ -34,14 +56,8 @@ def manager():
     made = ScuteManager.__new__(ScuteManager)
     made.base_model, made.targets = root, {t.path: t for site in sites for t in site.targets}
     made.site_of = {t.module: site.module for site in sites for t in site.targets}
-    with built_by_manager():
-        made.lora_backend = ScuteBackend(8, torch.device("cpu"))
-    pool = Pool(4096, 4, len(sites), "cpu", torch.float32, poison=True)
     adapter = Adapter("LORA", {PATHS[0]: Slots(terms=(Term(torch.ones(1, 16), torch.ones(16, 1)),))})
-    pool.register("tenant", pack(fold_adapter(adapter, made.targets), torch.float32))
-    pool.ensure(["tenant"])
-    made.lora_backend.start(pool, graph_rank=64)
-    attach(root, sites, made.lora_backend)
+    made.lora_backend = attached(root, sites, {"tenant": adapter})
     return made
 
 
@@ -71,3 +87,42 @@ def test_a_layer_that_the_model_never_calls_is_refused(manager):
         manager._check_reached("sql", [called, bypassed])
     call(manager, torch.ones(1, 16), "bypassed")
     manager._check_reached("sql", [called, bypassed])
+
+
+def slots_of(t: Target, name: str) -> Slots:
+    made = random_slots(t, *METHODS[name])
+    if made.shared is None:
+        return made
+    noise = torch.Generator().manual_seed(0)
+    A, B = torch.randn(5, 112, generator=noise), torch.randn(104, 5, generator=noise)
+    return replace(made, shared=replace(made.shared, A=A, B=B))  # every layer has the same
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Attention, whose layers have biases, and an MLP; a tenant of every method."""
+    torch.manual_seed(0)
+    root = test_targets.model()
+    sites = targets.find_sites(root)
+    paths = {t.path: t for site in sites for t in site.targets}
+    adapters = {name: Adapter(name, {path: slots_of(t, name) for path, t in paths.items()}) for name in METHODS}
+    return sites, attached(root, sites, adapters)
+
+
+@pytest.mark.parametrize("names", [*([name] for name in METHODS), [*METHODS]], ids=" ".join)
+def test_few_rows_in_one_op_get_what_the_others_get(decoder, monkeypatch, names):
+    sites, backend = decoder
+    slots = [backend.pool.slot_of(name) for name in [None, *names, names[0]]]
+    backend.begin(slots, [1] * len(slots), None, decode=True)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layers = [site.layer for site in sites]
+        inputs = [torch.randn(len(slots), layer.weight.shape[1]) for layer in layers]
+        return [layer.quant_method.apply(layer, x, layer.bias) for layer, x in zip(layers, inputs)]
+
+    apart = run()
+    monkeypatch.setattr(ScuteBackend, "fuses", lambda self, rows: True)
+    monkeypatch.setattr(ops, "expand", None)  # not called
+    for got, want in zip(run(), apart, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_rows_follow_the_bandwidth_and_the_launches(root, capsys):
         assert line["ms_step_lora64"] == pytest.approx(line["bytes_step_lora64"] / 1e9 + layers * 2e-3)
     assert rows[-1]["bytes_step"] == sum(line["bytes_step"] for line in rows[:-1])
     assert rows[-1]["method"] is None and rows[-1]["resident"] == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "launches"),
+    [
+        (["--batch", "24"], (1, 3, 4, 6, 6)),
+        (["--batch", "25"], (1, 3, 4, 6, 4.5)),  # the total alone has more than 24
+        (["--batch", "104"], (1, 1, 2.5, 4.5, 4.5)),
+        (["--dtype", "float32"], (1, 1, 2.5, 4.5, 4.5)),
+    ],
+)
+def test_few_rows_have_their_sums_before_a_gemm_that_expands(root, capsys, flags, launches):
+    """One launch sums of private factors, two of shared ones, one rotates, two are for structures."""
+    rows, gpu = scute(root, capsys, ["lora", "vera", "oft", "lokr_both"], "--gpu", "H100", *flags), GPUS["H100"]
+    for line, each in zip(rows, launches, strict=True):
+        added = byte_model.added_ms(line["bytes_step"], each * 4 * LAYERS, gpu)
+        assert line["ms_step"] == pytest.approx(added), line["name"]
 
 
 def test_bytes_are_those_of_the_tensors(root):
@@ -131,9 +149,11 @@ def test_the_benchmarks_predict_with_the_same_model(root, monkeypatch):
     workload = Workload(16, ((kinds["lora"], 3), (Kind("vera", 8), 20)))
     vera, lora = (predictions.cost(kind, shape) for kind in (Kind("vera", 8), kinds["lora"]))
     assert predictions.bytes_of_workload(workload, shape) == 3 * lora.own + 16 * vera.own + vera.shared
-    assert predictions.launches_of_workload(workload, shape) == 4 * LAYERS
-    mixed = Workload(4, ((kinds["lora"], 2), (kinds["oft"], 2)))
-    assert predictions.launches_of_workload(mixed, shape) == (4 + 4 + 2) * LAYERS
+    mixed = (kinds["lora"], 2), (kinds["oft"], 2)
+    assert predictions.launches_of_workload(workload, shape) == (4 + 8) * LAYERS
+    assert predictions.launches_of_workload(replace(workload, bs=25), shape) == 4 * LAYERS
+    assert predictions.launches_of_workload(Workload(4, mixed), shape) == (4 + 8 + 4) * LAYERS
+    assert predictions.launches_of_workload(Workload(4, mixed), shape, GPUS["L4"]) == (4 + 4 + 2) * LAYERS
     assert predictions.H200 is plan_cli.gpu_of(cli.build_parser().parse_args(["plan", "--model", "", "--adapters", ""]))
 
 
@@ -261,7 +281,8 @@ def test_a_gpu_is_measured_as_a_gpu(root, capsys):
     again = byte_model.measure()
     assert again.read == pytest.approx(gpu.read, rel=0.1) and again.launch == pytest.approx(gpu.launch, rel=0.5)
     *_, total = scute(root, capsys, ["lora", "oft"], "--measure")
-    assert total["ms_step"] == pytest.approx(total["bytes_step"] / gpu.read * 1e3 + 10 * LAYERS * gpu.launch * 1e3, rel=0.5)
+    launches = (16 if gpu.linear_rows else 10) * LAYERS
+    assert total["ms_step"] == pytest.approx(byte_model.added_ms(total["bytes_step"], launches, gpu), rel=0.5)
 
 
 def test_the_commands_start_without_torch():

@@ -4,10 +4,12 @@
 
 A step reads every tenant of its batch once, and every shared set once. Sizes are those of the packed image (image.py).
 
-Sums over a layer's input run on a second stream beside the base's GEMM (layers.py). Their launches are hidden behind it,
-their bytes are not: a GEMM of few rows is itself a read of memory, so what is read beside it comes on top. Launches are
-therefore those between the base's own kernels: one that expands after each GEMM and, in batches with rotations, one that
-rotates before it and one that puts the rotated projections of a fused layer side by side.
+Launches are those beside the base's own (layers.py), of which the op linear takes one's place: up to LINEAR_ROWS rows of
+16 bit, on GPUs that have it, a layer has before it one launch for sums of private factors, two for those of shared ones
+(parts, and their sum), and in batches with rotations one that rotates. With more rows, or on other GPUs, the sums run on a
+second stream beside the base's GEMM. Their launches are hidden behind it, their bytes are not: a GEMM of few rows is itself
+a read of memory, so what is read beside it comes on top. Counted are then one launch that expands after each GEMM and, with
+rotations, one that rotates before it and one that puts the rotated projections of a fused layer side by side.
 
 Both constants come from microbenchmarks (:func:`measure`), none from an engine: ``read`` from one large streaming read,
 ``launch`` from an expand that has one row and hardly a byte to read, behind each of many GEMMs: its way from the plan to
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 
 from scute_sgl.graphs import variant_of
 from scute_sgl.image import Image
-from scute_sgl.layout import DELTA, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
+from scute_sgl.layout import DELTA, LINEAR_ROWS, RANK_STEP, ROTATED, SHARED, STRUCTURED, round_up
 from scute_sgl.slots import Folded, Target
 from scute_sgl.structured import OF_WEIGHT
 
@@ -35,13 +37,15 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_u
 @dataclass(frozen=True)
 class Gpu:
     """``read`` and ``host``: bytes/s from its own memory and, over PCIe, from the host's. ``launch``: seconds that the
-    least work of an op behind a GEMM adds to a replayed CUDA graph. ``memory``: bytes. ``source``: of read and launch."""
+    least work of an op behind a GEMM adds to a replayed CUDA graph. ``memory``: bytes. ``source``: of read and launch.
+    ``linear_rows``: up to how many rows the op linear is used there; 0: never, as below compute capability 9.0."""
 
     read: float
     launch: float
     memory: float
     host: float
     source: str
+    linear_rows: int = 0
 
 
 MEASURED, DATASHEET, GIVEN = "measured", "datasheet", "given"
@@ -49,21 +53,21 @@ LAUNCH = 3.3e-6  # H200, by measure(): benchmarks/results/gpu_constants_h200.jso
 PCIE5, PCIE4 = 64e9, 32e9  # x16, one direction: half of what the datasheets add up
 
 
-def _published(read: float, memory: float, host: float) -> Gpu:
+def _published(read: float, memory: float, host: float, linear_rows: int = 0) -> Gpu:
     """Bytes by the datasheet; what a launch costs is assumed."""
-    return Gpu(read, LAUNCH, memory, host, DATASHEET)
+    return Gpu(read, LAUNCH, memory, host, DATASHEET, linear_rows)
 
 
 GPUS = {
-    "H200": Gpu(4.48e12, LAUNCH, 141e9, PCIE5, MEASURED),  # the datasheet has 4.8e12
-    "H100": _published(3.35e12, 80e9, PCIE5),  # SXM
-    "H100-PCIe": _published(2.0e12, 80e9, PCIE5),
+    "H200": Gpu(4.48e12, LAUNCH, 141e9, PCIE5, MEASURED, LINEAR_ROWS),  # the datasheet has 4.8e12
+    "H100": _published(3.35e12, 80e9, PCIE5, LINEAR_ROWS),  # SXM
+    "H100-PCIe": _published(2.0e12, 80e9, PCIE5, LINEAR_ROWS),
     "A100-80GB": _published(2.039e12, 80e9, PCIE4),  # SXM; as a PCIe card 1.935e12
     "A100-40GB": _published(1.555e12, 40e9, PCIE4),  # SXM and PCIe
     "L40S": _published(0.864e12, 48e9, PCIE4),
     "L4": _published(0.3e12, 24e9, PCIE4),
     "A10": _published(0.6e12, 24e9, PCIE4),
-    "B200": _published(8e12, 180e9, PCIE5),  # an eighth of DGX B200's 64 TB/s and 1,440 GB; its host has PCIe 5.0
+    "B200": _published(8e12, 180e9, PCIE5, LINEAR_ROWS),  # an eighth of DGX B200's 64 TB/s and 1,440 GB; its host has PCIe 5.0
     "RTX-4090": _published(1.008e12, 24e9, PCIE4),  # NVIDIA's Ada whitepaper: 384 bits at 21 Gbit/s
 }
 
@@ -130,15 +134,17 @@ def bytes_of_step(tenants: Collection[Cost], rows: int) -> int:
     return sum(tenant.own for tenant in tenants) + looked_up + sum(sets.values())
 
 
-def launches_of_step(tenants: Iterable[Cost], layers: Iterable[int]) -> int:
-    """Launches of the batch's graph variant between the base's, two of them for structures; ``layers`` as
+def launches_of_step(tenants: Iterable[Cost], layers: Iterable[int], rows: int, gpu: Gpu) -> int:
+    """Launches of the batch's graph variant beside the base's, two of them for structures; ``layers`` as
     :func:`fused_layers` gives them."""
     live = 0
     for tenant in tenants:
         live |= tenant.live
     variant = variant_of(live)
-    single = bool(variant & (DELTA | SHARED)) + bool(variant & ROTATED) + 2 * bool(variant & STRUCTURED)
-    return sum(single + (bool(variant & ROTATED) and projections > 1) for projections in layers)
+    delta, shared, rotated, structured = (bool(variant & bit) for bit in (DELTA, SHARED, ROTATED, STRUCTURED))
+    in_linear = rows <= gpu.linear_rows
+    single = (delta + 2 * shared if in_linear else delta or shared) + rotated + 2 * structured
+    return sum(single + (rotated and projections > 1 and not in_linear) for projections in layers)
 
 
 def added_ms(nbytes: int, launches: int, gpu: Gpu) -> float:
@@ -190,6 +196,7 @@ def measure() -> Gpu:
         memory=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         host=pinned.nbytes / _seconds(lambda: landing.copy_(pinned, non_blocking=True)),
         source=MEASURED,
+        linear_rows=LINEAR_ROWS if torch.cuda.get_device_capability() >= (9, 0) else 0,
     )
 
 

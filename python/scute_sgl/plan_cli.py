@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +70,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         paths, gpu, (base, dtype) = inspection.folders(args.adapters), gpu_of(args), read_model(args.model, args.dtype)
     except (ValueError, RuntimeError) as error:
         parser.error(printable(str(error)))
+    if dtype.itemsize != 2:
+        gpu = replace(gpu, linear_rows=0)
     tenants = []
     for path in paths:
         found = inspection.look(path, base, dtype)
@@ -142,9 +144,9 @@ def plan(tenants: list[Tenant], rows: int, layers: list[int], gpu: Gpu) -> list[
         read, read64 = bytes_of_step(costs, rows), bytes_of_step(costs64, rows)
         return {
             "bytes_step": read,
-            "ms_step": added_ms(read, launches_of_step(costs, layers), gpu),
+            "ms_step": added_ms(read, launches_of_step(costs, layers, rows, gpu), gpu),
             "bytes_step_lora64": read64,
-            "ms_step_lora64": added_ms(read64, launches_of_step(costs64, layers), gpu),
+            "ms_step_lora64": added_ms(read64, launches_of_step(costs64, layers, rows, gpu), gpu),
         }
 
     each = max(1, rows // len(tenants))
@@ -191,7 +193,7 @@ def draw(file: Path, tenants: list[Tenant], most: int, layers: list[int], gpu: G
     from scute_sgl.byte_model import added_ms, bytes_of_step, launches_of_step
 
     def added(cost: Cost, count: int) -> float:
-        return added_ms(bytes_of_step([cost] * count, count), launches_of_step([cost], layers), gpu)
+        return added_ms(bytes_of_step([cost] * count, count), launches_of_step([cost], layers, count, gpu), gpu)
 
     largest: dict[str, Tenant] = {}
     for t in sorted(tenants, key=lambda t: bytes_of_step([t.cost], 1)):
