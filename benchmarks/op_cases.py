@@ -156,8 +156,8 @@ class Bench:
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
         self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind in OF_WEIGHT else []
         # as backend.py decides it
-        few = workload.rows <= layout.LINEAR_ROWS and max(rank, room) <= layout.LINEAR_RANK
-        self.fuses = few and item == 2 and torch.cuda.get_device_capability() >= (9, 0)
+        few = workload.rows <= layout.LINEAR_ROWS and workload.rows * max(rank, room) <= layout.LINEAR_SUMS
+        self.fuses = few and item == 2 and ops.linear_runs(torch.device("cuda"))
 
     def _take(self, size: int) -> int:
         self.size += layout.round_up(size, layout.ALIGN)

@@ -69,6 +69,16 @@ TORCH_LIBRARY_IMPL(scute, CUDA, m) {
 // Importing the module registers the ops above; it needs no CUDA driver.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
+      "linear_runs",
+      [] {
+#ifdef SCUTE_WITH_CUDA
+        return scute::cuda::linear_runs();
+#else
+        return false;
+#endif
+      },
+      "Whether op linear runs on the current CUDA device.");
+  m.def(
       "build_info",
       [] {
         pybind11::dict info;

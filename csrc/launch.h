@@ -32,6 +32,15 @@ inline int multiprocessors() {
   return count;
 }
 
+inline int driver_version() {
+  static const int version = [] {
+    int found = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&found));
+    return found;
+  }();
+  return version;
+}
+
 // Integer setting for tuning runs; read once by the caller.
 inline int tuned(const char* name, int fallback) {
   const char* text = std::getenv(name);
@@ -59,7 +68,7 @@ void launch(void (*kernel)(Params), int64_t grid, int threads, size_t smem, bool
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
 #if CUDART_VERSION >= 12050
-  if (all_shared) {
+  if (all_shared && driver_version() >= 12050) {
     attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
     attributes[config.numAttrs++].val.sharedMemCarveout = 100;
   }

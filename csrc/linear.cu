@@ -38,6 +38,9 @@ void check_rows_aligned(const Tensor& t, int64_t stride, const char* name) {
               "'s rows begin anywhere; want them at multiples of 16 bytes");
 }
 
+// Of 9.0's 227 KB, and of 10.0's.
+constexpr int kSharedMemory = 227 * 1024;
+
 // Sixteens of columns that a tile may have.
 constexpr int kTileWidths[] = {1, 2, 3, 4, 6, 8, 10, 14};
 
@@ -48,11 +51,10 @@ int tiles_of(IntArrayRef columns, int width, int (&before)[kMaxSlices + 1]) {
   return before[columns.size() - 1];
 }
 
-// What a ring may take: other kernels' CTAs are to run beside it, those that make v.
+// What a ring may take: CTAs of the kernels that make v are to run beside it.
 int ring_bytes(int columns, int tokens, const LinearParams& p) {
-  static const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  constexpr int kLeft = 40 * 1024;  // of 9.0's 227 KB, and with what the kernel declares itself
-  return most - kLeft - linear_added(columns, tokens) - static_cast<int>(sizeof(float)) * p.rows * p.sums_row;
+  constexpr int kLeft = 40 * 1024;  // with what the kernel declares itself
+  return kSharedMemory - kLeft - linear_vectors(columns, tokens) - static_cast<int>(sizeof(float)) * p.rows * p.sums_row;
 }
 
 // The width that leaves the fewest columns to any multiprocessor, and room for two stages.
@@ -77,7 +79,7 @@ void run(LinearParams& p, int64_t tiles) {
   p.stages = std::min(kMostStages, ring_bytes(kColumns, kTokenRows, p) / kStage);
   TORCH_CHECK(p.stages >= 2, "v has room for rank ", p.sums_row, ": too much for this GPU's shared memory");
   launch(linear_kernel<T, kTokens8, kColumns16>, tiles, kLinearThreads,
-         1024 + std::max(p.stages * kStage, kSums) + linear_added(kColumns, kTokenRows) +
+         1024 + std::max(p.stages * kStage, kSums) + linear_vectors(kColumns, kTokenRows) +
              sizeof(float) * p.rows * p.sums_row,
          true, p);
 }
@@ -92,11 +94,19 @@ void run_width(LinearParams& p, int width, int64_t tiles) {
     case 6: return run<T, kTokens8, 6>(p, tiles);
     case 8: return run<T, kTokens8, 8>(p, tiles);
     case 10: return run<T, kTokens8, 10>(p, tiles);
-    default: return run<T, kTokens8, 14>(p, tiles);
+    case 14: return run<T, kTokens8, 14>(p, tiles);
+    default: TORCH_CHECK(false, "no kernel for tiles of ", width * 16, " columns");
   }
 }
 
 }  // namespace
+
+bool linear_runs() {
+  cudaFuncAttributes attributes{};
+  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, linear_kernel<__half, 1, 1>));
+  return attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
+         device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSharedMemory;
+}
 
 void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& v,
             const std::optional<Tensor>& shared_v, const Tensor& row_slot, const Tensor& arena, const Tensor& table,
@@ -104,7 +114,7 @@ void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
             Tensor& y) {
   check_linear(x, weight, bias, v, shared_v, row_slot, arena, table, slots, sets, module, columns, out_begin, y);
   const c10::cuda::CUDAGuard guard(y.device());
-  TORCH_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9, "linear needs compute capability 9.0 or later");
+  TORCH_CHECK(linear_runs(), "linear needs a GPU of compute capability 9.0 or 10.0, and an extension built for it");
   if (y.numel() == 0) return;
   const int64_t rows = y.size(0), x_stride = rows > 1 ? x.stride(1) : x.size(0) > 1 ? x.stride(0) : x.size(2);
   TORCH_CHECK(x.size(0) == 1 || rows == 1 || x.stride(0) == rows * x_stride, "x has strides ", x.strides(),
@@ -117,11 +127,11 @@ void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   int room = 0;
   if (v) {
     room = static_cast<int>(v->size(2) / p.slices);
-    p.own = {v->const_data_ptr<float>(), v->stride(0), v->stride(1), room, static_cast<int>(v->size(0))};
+    p.own = {v->const_data_ptr<float>(), v->stride(0), v->stride(1), room, static_cast<int>(v->size(0)), room};
   }
   if (shared_v) {
-    room = std::max(room, static_cast<int>(shared_v->size(2)));
-    p.shared = {shared_v->const_data_ptr<float>(), 0, shared_v->stride(1), 0, 1};
+    p.shared = {shared_v->const_data_ptr<float>(), 0, shared_v->stride(1), 0, 1, static_cast<int>(shared_v->size(2))};
+    room = std::max(room, p.shared.room);
   }
   p.sums_row = room;
   p.row_slot = row_slot.const_data_ptr<int32_t>();
@@ -129,6 +139,7 @@ void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
   p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
   p.tenants = reinterpret_cast<const Slot*>(slots.const_data_ptr<int32_t>());
   p.sets = reinterpret_cast<const SharedSet*>(sets.const_data_ptr<int64_t>());
+  p.shared_sets = static_cast<int>(sets.size(0));
   p.modules = static_cast<int>(table.size(1));
   p.slots = static_cast<int>(std::min(table.size(0), slots.size(0)));
   p.bias = bias ? bias->const_data_ptr() : nullptr;

@@ -11,6 +11,7 @@ namespace scute::cuda {
 constexpr int kLinearWarps = 8, kLookUpWarps = kLinearRows / 8;  // of products; of look-ups, eight rows each
 constexpr int kLinearThreads = 32 * (kLinearWarps + kLookUpWarps + 1);
 constexpr int kMostStages = 24;
+static_assert(kLinearRows <= 32 && kLinearRows % 8 == 0);  // a lane, or four, for each row
 static_assert(kStageBlocks * 16 <= 2 * kBoxInputs * 2);  // bytes of a column
 
 // Bytes of a stage: two boxes of W, two of x.
@@ -18,8 +19,7 @@ constexpr int linear_stage(int columns, int tokens) { return 2 * (columns + toke
 // Floats of a row of one warp's sums in shared memory; four warps share the inputs of a stage.
 constexpr int linear_sums_row(int columns) { return columns + 4; }
 constexpr int linear_sums(int columns, int tokens) { return 4 * tokens * linear_sums_row(columns); }
-// Bytes of what is added to a tile's columns, and of their scales.
-constexpr int linear_added(int columns, int tokens) { return columns * tokens * 6; }
+constexpr int linear_vectors(int columns, int tokens) { return columns * tokens * 8; }  // bytes of LinearVectors
 
 __device__ __forceinline__ LinearTile linear_tile(const LinearParams& p, int index, int tile_columns) {
   int slice = 0;
@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
   float* added = reinterpret_cast<float*>(ring + max(p.stages * kStage, static_cast<int>(sizeof(float)) *
                                                                             linear_sums(kColumns, kTokenRows)));
   T* scales = reinterpret_cast<T*>(added + kTokenRows * kColumns);
-  float* v = reinterpret_cast<float*>(scales + kTokenRows * kColumns);
+  const LinearVectors<T> vectors{added, scales, scales + kTokenRows * kColumns};
+  float* v = reinterpret_cast<float*>(scales + 2 * kTokenRows * kColumns);
   float* partial = reinterpret_cast<float*>(ring);  // [4][tokens][kRow], when all has been read
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const LinearTile tile = linear_tile(p, blockIdx.x, kColumns);
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
 #pragma unroll 1
         for (int first = 0; first < adapters.blocks; first += kStageBlocks) {
           barrier_wait(full + stage, parity);
-          multiply_blocks<kColumns, kLinearWarps>(p, tile, adapters, first, ring + stage * kStage, v, added);
+          multiply_blocks<kColumns, kLinearWarps>(p, tile, adapters, vectors, first, ring + stage * kStage, v);
           release();
         }
       }
@@ -164,14 +165,14 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
       }
       gather_sums<T>(p, tile, part * 8, v);
       barrier_wait(&listed, 0);
-      copy_vectors<T>(p, tile, kColumns, adapters, added, scales, part, kLookUpWarps);
+      copy_vectors<kColumns>(p, tile, adapters, vectors, part, kLookUpWarps);
       __syncwarp();
       if (lane == 0) barrier_arrive(&looked_up);
     }
     __syncwarp();
   }
   __syncthreads();
-  finish_tile<T>(p, tile, kColumns, adapters, added, scales, [&](int row, int column) {
+  finish_tile<kColumns, T>(p, tile, adapters, vectors, [&](int row, int column) {
     const float* at = partial + row * kRow + column;
     return (at[0] + at[kTokenRows * kRow]) + (at[2 * kTokenRows * kRow] + at[3 * kTokenRows * kRow]);
   });

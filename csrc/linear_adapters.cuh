@@ -1,5 +1,5 @@
-// What the adapters of few rows add to a tile of the base's GEMM: looked up while the weights stream past, computed at
-// the end.
+// What the adapters of few rows add to a tile of the base's GEMM: looked up while its weights stream past, multiplied by
+// the tenants' B when that streams past.
 #pragma once
 #include "linear.h"
 
@@ -50,7 +50,7 @@ struct LinearTenant {
     const uint4 factors = load_kept(entry), vectors = load_kept(entry + 1), shared = load_kept(entry + 2),
                 meta = load_kept(entry + 3);
     const bool is_shared = tenant.live & kShared;
-    if (is_shared ? !p.shared.v || tenant.shared_set < 0 || tenant.shared_set >= p.slots
+    if (is_shared ? !p.shared.v || tenant.shared_set < 0 || tenant.shared_set >= p.shared_sets
                   : !p.own.v || !(tenant.live & kDelta))
       return;
     slot = listed;
@@ -76,7 +76,7 @@ struct LinearTenant {
       b = p.arena + offset, block = static_cast<int64_t>(width) * 8, blocks = entry_rank(word64(meta.z, meta.w)) / 8;
     }
     b += first * 8 * static_cast<int64_t>(sizeof(T));
-    blocks = min(blocks, p.sums_row / 8);  // v has no more
+    blocks = min(blocks, (is_shared ? p.shared : p.own).room / 8);  // v has no more
   }
 };
 
@@ -161,17 +161,41 @@ __device__ __forceinline__ void gather_sums(const LinearParams& p, const LinearT
   else add_parts<T, 8>(from, v, rank, mine.blocks * 8, mine.d, to);
 }
 
-// Warps first, first + warps, ...: what rows without a factor add, and all scales.
+// In shared memory, [rows][the tile's columns]: what is added to the GEMM's sums, at first the tenants' biases; scales
+// and factors e, where there are some.
 template <typename T>
-__device__ __forceinline__ void copy_vectors(const LinearParams& p, const LinearTile& tile, int tile_columns,
-                                             const LinearAdapters<T>& s, float* added, T* scales, int first,
-                                             int warps) {
+struct LinearVectors {
+  float* added;
+  T *scales, *factors;
+};
+
+// Rows first, first + warps, ... All loads of a row are under way together: one that waits for another takes long while
+// W streams past.
+template <int kColumns, typename T>
+__device__ __forceinline__ void copy_vectors(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
+                                             const LinearVectors<T>& to, int first, int warps) {
+  constexpr int kGroups = (kColumns + 31) / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int index = first; index < p.rows; index += warps) {
     const LinearRow<T>& row = s.rows[index];
-    for (int column = threadIdx.x % 32; column < tile.width; column += 32) {
-      const int at = index * tile_columns + column;
-      if (row.scale) scales[at] = row.scale[tile.column + column];
-      if (row.begin == row.end) added[at] = row.bias ? to_float(row.bias[tile.column + column]) : 0;
+    T scale[kGroups], bias[kGroups], e[kGroups];
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int column = tile.column + i * 32 + lane;
+      const bool there = i * 32 + lane < tile.width;
+      scale[i] = bias[i] = e[i] = from_float<T>(0);
+      if (there && row.scale) scale[i] = __ldg(row.scale + column);
+      if (there && row.bias) bias[i] = __ldg(row.bias + column);
+      if (there && row.e) e[i] = __ldg(row.e + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int at = index * kColumns + i * 32 + lane;
+      if (i * 32 + lane >= tile.width) break;
+      to.added[at] = to_float(bias[i]);
+      if (row.scale) to.scales[at] = scale[i];
+      if (row.e) to.factors[at] = e[i];
     }
   }
 }
@@ -190,24 +214,28 @@ __device__ __forceinline__ void copy_blocks(const LinearTile& tile, const Linear
   copy_bytes(stage + lane * kColumns * 16, from.b + (first + lane - from.begin) * from.block, bytes, full);
 }
 
-// kRows rows, `apart` from one another, of one factor: the products of a stage's blocks with v. A row's sum is made in
-// one order, wherever its blocks begin. What is added to y is complete with a row's last block.
+// kRows rows, `apart` from one another, of one factor: adds the products of a stage's blocks with v. A row's blocks are
+// added one after another, wherever they begin in a stage.
 template <int kColumns, int kRows, typename T>
 __device__ __forceinline__ void multiply_rows(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
-                                              int first, const char* stage, const float* sums, float* added, int index,
-                                              int apart) {
-  constexpr int kGroups = (kColumns + 31) / 32, kAtOnce = kGroups * kRows > 4 ? 1 : 4;
+                                              const LinearVectors<T>& vectors, int first, const char* stage,
+                                              const float* sums, int index, int apart) {
+  constexpr int kGroups = (kColumns + 31) / 32, kAtOnce = kGroups * kRows > 2 ? 1 : 4;
   const int lane = threadIdx.x % 32, from = s.rows[index].begin;
   const int begin = max(first, from), end = min(first + kStageBlocks, s.rows[index].end);
   const float* v[kRows];
-  float delta[kRows][kGroups];
+  float delta[kRows][kGroups], e[kRows][kGroups];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
-    v[j] = sums + (index + j * apart) * p.sums_row - from * 8;
-    const float* before = added + (index + j * apart) * kColumns + lane;
+    const int row = index + j * apart;
+    v[j] = sums + row * p.sums_row - from * 8;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      delta[j][i] = begin > from && i * 32 + lane < kColumns ? before[i * 32] : 0;
+    for (int i = 0; i < kGroups; ++i) {
+      const bool there = i * 32 + lane < tile.width;
+      const int at = row * kColumns + i * 32 + lane;
+      delta[j][i] = there ? vectors.added[at] : 0;
+      e[j][i] = there && s.rows[row].e ? to_float(vectors.factors[at]) : 1;
+    }
   }
   const char* b = stage + lane * 16;
 #pragma unroll kAtOnce
@@ -229,29 +257,24 @@ __device__ __forceinline__ void multiply_rows(const LinearParams& p, const Linea
         float sum = b01.x * low[j].x;
         sum = fmaf(b01.y, low[j].y, sum), sum = fmaf(b23.x, low[j].z, sum), sum = fmaf(b23.y, low[j].w, sum);
         sum = fmaf(b45.x, high[j].x, sum), sum = fmaf(b45.y, high[j].y, sum), sum = fmaf(b67.x, high[j].z, sum);
-        delta[j][i] += fmaf(b67.y, high[j].w, sum);
+        delta[j][i] = fmaf(e[j][i], fmaf(b67.y, high[j].w, sum), delta[j][i]);
       }
     }
   }
 #pragma unroll
-  for (int j = 0; j < kRows; ++j) {
-    const LinearRow<T>& row = s.rows[index + j * apart];
+  for (int j = 0; j < kRows; ++j)
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      const int column = i * 32 + lane;
-      if (column >= tile.width) break;
-      if (end == row.end && row.e) delta[j][i] *= to_float(row.e[tile.column + column]);
-      if (end == row.end && row.bias) delta[j][i] += to_float(row.bias[tile.column + column]);
-      added[(index + j * apart) * kColumns + column] = delta[j][i];
+      if (i * 32 + lane >= tile.width) break;
+      vectors.added[(index + j * apart) * kColumns + i * 32 + lane] = delta[j][i];
     }
-  }
 }
 
 // The kWarps warps that multiply, all rows that meet the stage's blocks; two of one factor together.
 template <int kColumns, int kWarps, typename T>
 __device__ __forceinline__ void multiply_blocks(const LinearParams& p, const LinearTile& tile,
-                                                const LinearAdapters<T>& s, int first, const char* stage,
-                                                const float* sums, float* added) {
+                                                const LinearAdapters<T>& s, const LinearVectors<T>& vectors, int first,
+                                                const char* stage, const float* sums) {
   const auto meets = [&](int index) {
     return index < p.rows && s.rows[index].begin < min(first + kStageBlocks, s.rows[index].end) &&
            s.rows[index].end > first;
@@ -261,26 +284,25 @@ __device__ __forceinline__ void multiply_blocks(const LinearParams& p, const Lin
     if (!meets(index)) continue;
     const int other = index + kWarps;
     if (meets(other) && s.rows[other].begin == s.rows[index].begin) {
-      multiply_rows<kColumns, 2>(p, tile, s, first, stage, sums, added, index, kWarps);
+      multiply_rows<kColumns, 2>(p, tile, s, vectors, first, stage, sums, index, kWarps);
       index = other;
     } else {
-      multiply_rows<kColumns, 1>(p, tile, s, first, stage, sums, added, index, kWarps);
+      multiply_rows<kColumns, 1>(p, tile, s, vectors, first, stage, sums, index, kWarps);
     }
   }
 }
 
 // All threads: y's columns of the tile. `base(row, column)`: the GEMM's.
-template <typename T, typename Base>
-__device__ __forceinline__ void finish_tile(const LinearParams& p, const LinearTile& tile, int tile_columns,
-                                            const LinearAdapters<T>& s, const float* added, const T* scales,
-                                            const Base& base) {
+template <int kColumns, typename T, typename Base>
+__device__ __forceinline__ void finish_tile(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
+                                            const LinearVectors<T>& vectors, const Base& base) {
   const int first = p.columns[tile.slice] + tile.column;  // in y
-  for (int item = threadIdx.x; item < p.rows * tile_columns; item += blockDim.x) {
-    const int row = item / tile_columns, column = item % tile_columns;
+  for (int item = threadIdx.x; item < p.rows * kColumns; item += blockDim.x) {
+    const int row = item / kColumns, column = item % kColumns;
     if (column >= tile.width) continue;
-    float was = base(row, column), more = added[item];
+    float was = base(row, column), more = vectors.added[item];
     if (p.bias) was += to_float(static_cast<const T*>(p.bias)[first + column]);
-    if (s.rows[row].scale) more = fmaf(was, to_float(scales[item]), more);
+    if (s.rows[row].scale) more = fmaf(was, to_float(vectors.scales[item]), more);
     static_cast<T*>(p.y)[row * p.y_stride + first + column] = from_float<T>(was + more);
   }
 }

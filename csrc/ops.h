@@ -72,6 +72,7 @@ StructuredOp structured;
 TokenRowsOp token_rows;
 TokenLogitsOp token_logits;
 ReweighOp reweigh;
+bool linear_runs();  // on the current device
 }  // namespace cuda
 
 }  // namespace scute

@@ -99,14 +99,15 @@ void project(const Tensor& x, const Tensor& row_slot, const Tensor& arena, const
   SCUTE_CUDA_DISPATCH(x.scalar_type(), [&] {
     if constexpr (sizeof(scalar_t) == 2) {
       if (aligned) {
-        return launch(project_kernel<scalar_t>, sums_grid(p, rows), kProjectThreads, 0, true, p, rows <= kLinearRows);
+        return launch(project_kernel<scalar_t>, sums_grid(p, rows), kProjectThreads, 0, true, p, before_linear(rows));
       }
     }
     const int64_t grid = std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * 7);
     launch(shrink_simple_kernel<scalar_t, true>, grid, kShrinkThreads, 0, true, p);
   });
-  if (v.size(0) > 1) launch(add_parts_kernel, 8 * std::min<int64_t>(p.list.capacity, 64), kProjectThreads, 0, true, p,
-           rows <= kLinearRows);
+  if (v.size(0) > 1)
+    launch(add_parts_kernel, 8 * std::min<int64_t>(p.list.capacity, 64), kProjectThreads, 0, true, p,
+           before_linear(rows));
 }
 
 }  // namespace scute::cuda

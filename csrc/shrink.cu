@@ -30,7 +30,7 @@ void shrink(const Tensor& x, const Tensor& arena, const Tensor& table, const Ten
     if constexpr (sizeof(scalar_t) == 2) {
       if (aligned) kernel = shrink_kernel<scalar_t>;
     }
-    launch(kernel, grid, kShrinkThreads, 0, true, p, rows <= kLinearRows);
+    launch(kernel, grid, kShrinkThreads, 0, true, p, before_linear(rows));
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "check.h"
 #include "launch.h"
+#include "linear.h"
 #include "work.cuh"
 
 namespace scute::cuda {
@@ -202,9 +203,13 @@ __global__ void __launch_bounds__(kShrinkThreads) shrink_simple_kernel(const __g
   }
 }
 
-// CTAs for a pass of so many rows; few are followed by a linear.
+// CTAs for a pass of so many rows; few are, but for an output head, followed by a linear where there is one.
+inline bool before_linear(int64_t rows) {
+  static const bool runs = linear_runs();
+  return runs && rows <= kLinearRows;
+}
 inline int64_t sums_grid(const ShrinkParams& p, int64_t rows) {
-  const int each = rows <= kLinearRows ? kShrinkCtasBefore : kShrinkCtas;
+  const int each = before_linear(rows) ? kShrinkCtasBefore : kShrinkCtas;
   return std::min<int64_t>(p.list.items, static_cast<int64_t>(multiprocessors()) * each);
 }
 

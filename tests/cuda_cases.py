@@ -1,5 +1,7 @@
 """Tenants, batches and checks of the GPU's own op tests: too large for the CPU's, with the oracle on the GPU."""
 
+from itertools import accumulate
+
 import torch
 from ops_cases import Arena, make_plan
 from ops_checks import FLOAT32_SUM, signless, ulp
@@ -20,11 +22,12 @@ class World:
     structures besides, if those are among the kinds.
     """
 
-    def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0):
+    def __init__(self, dtype, inputs, ranks, tenants, kinds="lora", set_rank=48, seed=0, widths=WIDTHS, out_begin=OUT_BEGIN):
         arena = Arena(dtype, torch.Generator().manual_seed(seed))
         self.dtype, self.inputs, self.rank = dtype, inputs, max(*ranks, set_rank)
-        table = torch.full((tenants, len(WIDTHS), layout.FIELDS), -1, dtype=torch.int64)
-        set_out = max(map(sum, zip(WIDTHS, OUT_BEGIN)))
+        self.columns, self.out_begin = (0, *accumulate(widths)), out_begin
+        table = torch.full((tenants, len(widths), layout.FIELDS), -1, dtype=torch.int64)
+        set_out = max(map(sum, zip(widths, out_begin)))
         sets = []
         for _ in range(2):
             A = arena.put(layout.pack_a(arena.random(set_rank, inputs + 16, std=inputs**-0.5)))
@@ -38,7 +41,7 @@ class World:
             live = layout.DELTA * (own or shared) | layout.SHARED * shared | layout.ROTATED * ("oft" in kinds)
             live |= layout.STRUCTURED * ("structured" in kinds)
             slots.append([live, slot // 2 % 2, layout.round_up(set_rank if shared else rank, 8)])
-            for i, width in enumerate(WIDTHS):
+            for i, width in enumerate(widths):
                 entry, block, one = table[slot, i], 0, False
                 if rank:
                     entry[layout.A] = arena.put(layout.pack_a(arena.random(rank, inputs, std=inputs**-0.5)))

@@ -16,6 +16,8 @@ import bench_ops
 import op_cases
 from op_cases import Bench, Workload
 
+from scute_sgl import ops
+
 HALF = torch.float16
 KINDS = ["lora", "vera", "oft", "kronecker", "hadamard"]
 
@@ -35,7 +37,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ops, "linear_runs", lambda device: True)
     monkeypatch.setattr(bench_ops, "graph_of", lambda body: body())
     monkeypatch.setattr(bench_ops, "microseconds", lambda *graphs: [1.0 + i for i in range(len(graphs))])
     monkeypatch.setitem(op_cases.MODELS, "tiny", (2, 64, 96, (64, 16, 16)))

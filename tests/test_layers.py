@@ -122,7 +122,7 @@ def test_few_rows_in_one_op_get_what_the_others_get(decoder, monkeypatch, names)
         return [layer.quant_method.apply(layer, x, layer.bias) for layer, x in zip(layers, inputs)]
 
     apart = run()
-    monkeypatch.setattr(ScuteBackend, "fuses", lambda self, rows: True)
+    monkeypatch.setattr(ScuteBackend, "fuses", lambda self, x: True)
     monkeypatch.setattr(ops, "expand", None)  # not called
     for got, want in zip(run(), apart, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * want.abs().max().item())

@@ -5,7 +5,7 @@ Oracle and tenants are those of ``cuda_cases``.
 
 import pytest
 import torch
-from cuda_cases import COLUMNS, OUT_BEGIN, World, check, oracle, rows_of
+from cuda_cases import COLUMNS, World, check, oracle, rows_of
 from ops_checks import same_bits
 from test_ops_linear import HERE
 
@@ -13,7 +13,7 @@ from scute_sgl import layout, ops, reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("cuda" not in HERE, reason="needs compute capability 9.0, and an extension built for it"),
+    pytest.mark.skipif("cuda" not in HERE, reason="needs a GPU that runs op linear"),
 ]
 DTYPES = [torch.float16, torch.bfloat16]
 SLICES = len(COLUMNS) - 1
@@ -36,18 +36,19 @@ IDS = [f"{s[0]}in-r{max(s[1])}-{s[2]}tenants-{s[3].replace(' ', '-')}-{s[5]}rows
 
 def arguments(world: World, row_slot: torch.Tensor, own: bool = False, bias: bool = True) -> dict:
     """v and shared_v are what shrink and project make of one input, and NaN wherever those write nothing."""
-    rows, inputs = len(row_slot), SLICES if own else 1
+    rows, slices = len(row_slot), len(world.columns) - 1
+    inputs = slices if own else 1
     x = world.tensor(inputs * rows, world.inputs, 1).unflatten(0, (inputs, rows))
     plan = torch.zeros(layout.plan_size(rows), dtype=torch.int32, device="cuda")
     ops.plan(row_slot, world.slots, 8, plan)
-    v, shared_v = world.partials(rows, SLICES, True), world.partials(rows, 1, True)
+    v, shared_v = world.partials(rows, slices, True), world.partials(rows, 1, True)
     tenants = world.arena, world.table
-    ops.shrink(x[0], *tenants, plan, 8, 0, SLICES, v)
-    ops.project(x[0], row_slot, *tenants, world.sets, plan, 8, 0, SLICES, 8, shared_v)
+    ops.shrink(x[0], *tenants, plan, 8, 0, slices, v)
+    ops.project(x[0], row_slot, *tenants, world.sets, plan, 8, 0, slices, 8, shared_v)
     return {
         "x": x,
-        "weight": world.tensor(COLUMNS[-1], world.inputs, 3).mul_(world.inputs**-0.5),
-        "bias": world.tensor(1, COLUMNS[-1], 4)[0] if bias else None,
+        "weight": world.tensor(world.columns[-1], world.inputs, 3).mul_(world.inputs**-0.5),
+        "bias": world.tensor(1, world.columns[-1], 4)[0] if bias else None,
         "v": v,
         "shared_v": shared_v,
         "row_slot": row_slot,
@@ -56,16 +57,16 @@ def arguments(world: World, row_slot: torch.Tensor, own: bool = False, bias: boo
         "slots": world.slots,
         "sets": world.sets,
         "module": 0,
-        "columns": COLUMNS,
-        "out_begin": OUT_BEGIN,
-        "y": world.tensor(rows, COLUMNS[-1], 2).fill_(torch.nan),
+        "columns": world.columns,
+        "out_begin": world.out_begin,
+        "y": world.tensor(rows, world.columns[-1], 2).fill_(torch.nan),
     }
 
 
 def of_rows(given: dict, rows: torch.Tensor) -> dict:
     """The same for a batch of these rows."""
     chosen = {name: given[name][:, rows].contiguous() for name in ("x", "v", "shared_v")}
-    y = torch.full((len(rows), COLUMNS[-1]), torch.nan, dtype=given["y"].dtype, device="cuda")
+    y = torch.full((len(rows), given["columns"][-1]), torch.nan, dtype=given["y"].dtype, device="cuda")
     return given | chosen | {"row_slot": given["row_slot"][rows], "y": y}
 
 
@@ -81,6 +82,27 @@ def test_is_the_reference(shape, dtype, own, bias):
     check(y, want, terms, dtype)
     around[:, 8 : 8 + COLUMNS[-1]] = y
     assert not want.isnan().any() and same_bits(around, y._base)
+
+
+# With 132 multiprocessors these have tiles of 32, 48, 64, 96, 128, 160 and 224 columns, and the last two turns of them.
+WIDTHS = [(4096,), (4096, 1024, 1024), (8192,), (12288,), (16384,), (10240, 10232), (14336, 14336), (40000,)]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_tiles_of_all_widths(widths, dtype, own):
+    """Rows of few and of many columns; fewer rows have the same bits, in tiles of another height."""
+    world = World(dtype, 1160, (8, 64, 16, 0, 200), 13, "lora vera", widths=widths, out_begin=[0] * len(widths))
+    given = arguments(world, rows_of("uniform", layout.LINEAR_ROWS, 13), own)
+    want, terms = oracle(reference.linear, given, dtype)
+    ops.linear(**given)
+    check(given["y"], want, terms, dtype)
+    for count in (3, 9, 16):
+        rows = torch.arange(count).cuda() * 24 // count
+        batch = of_rows(given, rows)
+        ops.linear(**batch)
+        assert same_bits(batch["y"], given["y"][rows]), f"{count} rows"
 
 
 @pytest.mark.parametrize("columns", [(0, 1496), (0, 1483, 1496), (0, 8, 16, 1496), (0, 1160, 1160, 1488, 1496)], ids=str)

@@ -13,8 +13,9 @@ from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from torch import Tensor
 
+from scute_sgl import ops
 from scute_sgl.graphs import Variant, with_variants
-from scute_sgl.layout import LINEAR_RANK, LINEAR_ROWS
+from scute_sgl.layout import LINEAR_ROWS, LINEAR_SUMS
 from scute_sgl.plan import BatchPlan
 from scute_sgl.pool import Pool
 
@@ -85,17 +86,13 @@ class ScuteBackend(BaseLoRABackend):
         self.body = self._decode
         self._head_slots: Tensor | None = None
         self._beside = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
-        # Whether op linear runs here: 16 bit, and a GPU that copies boxes of a matrix to shared memory.
-        self._fuses = (
-            pool.device.type == "cuda"
-            and pool.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(pool.device) >= (9, 0)
-        )
+        self._linear_runs = pool.dtype.itemsize == 2 and ops.linear_runs(pool.device)
 
-    def fuses(self, rows: int) -> bool:
-        """Whether a pass of so many rows has its base GEMMs and adapters in one op."""
-        few = self.body.tile_rows == DECODE_TILE and rows <= LINEAR_ROWS
-        return self._fuses and few and max(self.stride, self.graph_rank) <= LINEAR_RANK
+    def fuses(self, x: Tensor) -> bool:
+        """Whether the base's GEMM and adapters of this input are one op, linear. In graphs and out of them alike."""
+        rows, room = x.shape[0], max(self.stride, self.graph_rank)
+        few = self.body.tile_rows == DECODE_TILE and rows <= LINEAR_ROWS and rows * room <= LINEAR_SUMS
+        return self._linear_runs and few and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     @contextmanager
     def beside(self, work: Callable[[], Tensor], wanted: bool) -> Iterator[Tensor]:

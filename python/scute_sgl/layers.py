@@ -156,7 +156,7 @@ class ScuteLinear(LinearMethodBase):
         self.backend.reached.add(self.adapters.module)
         if not self.backend.live:
             return self.base.apply(layer, x, bias)
-        if x.is_contiguous() and self.backend.fuses(x.shape[0]):
+        if self.backend.fuses(x):
             return self.adapters.linear(self.backend.body, x, layer.weight, bias)
         return self.adapters.around(self.backend.body, x, layer.weight, lambda: self._project(layer, x, bias))
 

@@ -63,7 +63,8 @@ PLAN_HEADER = 16
 # Workers are shared out by weight, RANK + TILE_WEIGHT: each tile has one and its part of those that are over.
 WORKERS, TILE_WEIGHT = 512, 8
 
-LINEAR_ROWS, LINEAR_RANK = 24, 1024  # rows that the op linear takes on CUDA, and columns of v a slice
+LINEAR_ROWS = 24  # that the op linear takes on CUDA
+LINEAR_SUMS = LINEAR_ROWS * 512  # floats of v, rows x columns of a slice, that leave it room to be fast
 
 
 def plan_size(rows: int) -> int:

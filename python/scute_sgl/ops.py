@@ -31,6 +31,14 @@ build_info = _C.build_info
 _ops = torch.ops.scute
 
 
+def linear_runs(device: torch.device) -> bool:
+    """Whether op linear runs there: a GPU of compute capability 9.0 or 10.0, and an extension with code for it."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return _C.linear_runs()
+
+
 def plan(row_slot: Tensor, slots: Tensor, tile_rows: int, plan: Tensor) -> None:
     """Lists the rows that have work, by tenant and by shared set, in tiles of at most ``tile_rows``.
 
@@ -137,9 +145,10 @@ def linear(
     out_begin as for expand; instead of a plan, row_slot int32 (n,) and ``slots`` as for plan say whose a row is.
     y (n, columns[-1]) of x's dtype: written, never read; rows of nobody too.
 
-    On CUDA: float16 and bfloat16, at most LINEAR_ROWS rows, compute capability 9.0 or later; rows of x and of the weight
-    begin at multiples of 16 bytes, one slice's rows right behind another's; all in float32 and rounded once. On the CPU
-    16 bits round x W^T + bias before the adapters' part is added, and a slot past the table raises.
+    On CUDA, where :func:`linear_runs`: float16 and bfloat16, at most LINEAR_ROWS rows; rows of x and of the weight
+    begin at multiples of 16 bytes, one slice's rows right behind another's; all in float32 and rounded once. In a captured
+    graph v or shared_v must come from the shrink or project right before, and x from what was before that: it is read
+    while they run. On the CPU 16 bits round x W^T + bias before the adapters' part is added, and a slot past the table raises.
     """
     _ops.linear(
         x, weight, bias, v, shared_v, row_slot, arena, table, slots, sets, module, columns, out_begin, y
