@@ -13,8 +13,8 @@ namespace scute::cuda {
 // Programmatic dependent launch. Every CTA of every kernel here calls pdl_wait before it ends, also one without
 // work: a grid that ends early would let its successor overtake its predecessor. Before the wait only
 // weights and the tables (entries, slots, sets, row -> slot, plan) may be read; the plan op ends with a full edge for
-// that. One exception: shrink and project wait before they let a successor start, so a linear right behind them may read
-// x, which was complete before they began, by copies that go past the L1 cache.
+// that. One exception: shrink and project wait before they let a successor start, so a linear right behind them may
+// read x, which was complete before they began, by copies that go past the L1 cache.
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -11,11 +11,13 @@ CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
 #else
     C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
 #endif
-    TORCH_CHECK(found && result == cudaDriverEntryPointSuccess, "the driver has no cuTensorMapEncodeTiled; want CUDA 12");
+    TORCH_CHECK(found && result == cudaDriverEntryPointSuccess,
+                "the driver has no cuTensorMapEncodeTiled; want one for CUDA 12");
     return reinterpret_cast<Encode>(found);
   }();
   CUtensorMap map;
@@ -54,7 +56,8 @@ int tiles_of(IntArrayRef columns, int width, int (&before)[kMaxSlices + 1]) {
 // What a ring may take: CTAs of the kernels that make v are to run beside it.
 int ring_bytes(int columns, int tokens, const LinearParams& p) {
   constexpr int kLeft = 40 * 1024;  // with what the kernel declares itself
-  return kSharedMemory - kLeft - linear_vectors(columns, tokens) - static_cast<int>(sizeof(float)) * p.rows * p.sums_row;
+  const int v = static_cast<int>(sizeof(float)) * p.rows * p.sums_row;
+  return kSharedMemory - kLeft - linear_vectors(columns, tokens) - v;
 }
 
 // The width that leaves the fewest columns to any multiprocessor, and room for two stages.
@@ -103,7 +106,10 @@ void run_width(LinearParams& p, int width, int64_t tiles) {
 
 bool linear_runs() {
   cudaFuncAttributes attributes{};
-  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, linear_kernel<__half, 1, 1>));
+  if (cudaFuncGetAttributes(&attributes, linear_kernel<__half, 1, 1>) != cudaSuccess) {  // no code for this GPU at all
+    cudaGetLastError();
+    return false;
+  }
   return attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
          device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSharedMemory;
 }

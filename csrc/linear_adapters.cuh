@@ -1,5 +1,5 @@
-// What the adapters of few rows add to a tile of the base's GEMM: looked up while its weights stream past, multiplied by
-// the tenants' B when that streams past.
+// What the adapters of few rows add to a tile of the base's GEMM: looked up while its weights stream past, multiplied
+// by the tenants' B when that streams past.
 #pragma once
 #include "linear.h"
 
@@ -45,7 +45,8 @@ struct LinearTenant {
       : slot(-1), set(-1), blocks(0), b(p.arena), block(0), scale(nullptr), bias(nullptr), d(nullptr), e(nullptr) {
     const int listed = row < p.rows ? load_kept(p.row_slot + row) : -1;
     if (listed < 0 || listed >= p.slots) return;
-    const uint4* entry = reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(listed) * p.modules + tile.slice);
+    const uint4* entry =
+        reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(listed) * p.modules + tile.slice);
     const Slot tenant = p.tenants[listed];
     const uint4 factors = load_kept(entry), vectors = load_kept(entry + 1), shared = load_kept(entry + 2),
                 meta = load_kept(entry + 3);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void list_factors(const LinearParams& p, const Linear
   if (lane == 0) s.blocks = all;
 }
 
-// The sums of v's parts, from rank `lane` on, times d, to shared memory. Eight loads are under way at a time, kParts to a
+// The sums of v's parts, from `rank` on, times d, to shared memory. Eight loads are under way at a time, kParts to a
 // rank: what the compiler leaves over of an unrolled loop would wait for one another.
 template <typename T, int kParts>
 __device__ __forceinline__ void add_parts(const LinearParams::Sums& from, const float* v, int rank, int ranks,
