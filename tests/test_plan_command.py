@@ -61,8 +61,8 @@ def test_rows_follow_the_bandwidth_and_the_launches(root, capsys):
 @pytest.mark.parametrize(
     ("flags", "launches"),
     [
-        (["--batch", "24"], (1, 3, 4, 6, 6)),
-        (["--batch", "25"], (1, 3, 4, 6, 4.5)),  # the total alone has more than 24
+        (["--batch", "24"], (1, 3, 2, 6, 6)),
+        (["--batch", "25"], (1, 3, 2, 6, 4.5)),  # the total alone has more than 24
         (["--batch", "104"], (1, 1, 2.5, 4.5, 4.5)),
         (["--dtype", "float32"], (1, 1, 2.5, 4.5, 4.5)),
     ],
@@ -152,7 +152,7 @@ def test_the_benchmarks_predict_with_the_same_model(root, monkeypatch):
     mixed = (kinds["lora"], 2), (kinds["oft"], 2)
     assert predictions.launches_of_workload(workload, shape) == (4 + 8) * LAYERS
     assert predictions.launches_of_workload(replace(workload, bs=25), shape) == 4 * LAYERS
-    assert predictions.launches_of_workload(Workload(4, mixed), shape) == (4 + 8 + 4) * LAYERS
+    assert predictions.launches_of_workload(Workload(4, mixed), shape) == (4 + 4) * LAYERS
     assert predictions.launches_of_workload(Workload(4, mixed), shape, GPUS["L4"]) == (4 + 4 + 2) * LAYERS
     assert predictions.H200 is plan_cli.gpu_of(cli.build_parser().parse_args(["plan", "--model", "", "--adapters", ""]))
 

@@ -17,7 +17,14 @@ from contextlib import contextmanager
 from scute_sgl.layout import DELTA, ROTATED, SHARED, STRUCTURED
 
 # Largest first: the smaller variants of a size then fit into the memory pool that it grew.
-VARIANTS = (DELTA | SHARED | ROTATED | STRUCTURED, DELTA | SHARED | ROTATED, DELTA | SHARED, DELTA, 0)
+VARIANTS = (
+    DELTA | SHARED | ROTATED | STRUCTURED,
+    DELTA | SHARED | ROTATED,
+    DELTA | ROTATED,
+    DELTA | SHARED,
+    DELTA,
+    0,
+)
 
 
 def variant_of(live: int) -> int:
