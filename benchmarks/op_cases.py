@@ -155,8 +155,7 @@ class Bench:
         self.y = torch.randn(workload.rows, sum(outputs), device="cuda", dtype=dtype)
         self.rotated = torch.empty(len(outputs), *self.x.shape, device="cuda", dtype=dtype)
         self.weights = base_weights(inputs, outputs, sets, dtype) if self.kind in OF_WEIGHT else []
-        # as backend.py decides it
-        few = workload.rows <= layout.LINEAR_ROWS and workload.rows * max(rank, room) <= layout.LINEAR_SUMS
+        few = layout.linear_fits(workload.rows, max(rank, room))
         self.fuses = few and item == 2 and ops.linear_runs(torch.device("cuda"))
 
     def _take(self, size: int) -> int:

@@ -44,14 +44,6 @@ __device__ __forceinline__ const V* peer_address(const V* shared, int rank) {
 #endif
 }
 
-// Whether the kernel's code that this device runs was compiled with clusters in it.
-template <typename Params>
-bool knows_clusters(void (*kernel)(Params)) {
-  cudaFuncAttributes attributes{};
-  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
-  return attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-}
-
 template <typename Params>
 void launch_clusters(void (*kernel)(Params), int64_t clusters, int size, int threads, size_t smem,
                      const Params& params) {

@@ -15,22 +15,15 @@ void expand(const std::optional<Tensor>& v, const std::optional<Tensor>& shared_
     return;
 
   ExpandParams p = expand_params(row_slot, arena, table, sets, plan, module, columns, out_begin);
-  int64_t room = 0;
-  if (v) {
-    room = v->size(2) / slices;
-    p.own = {v->const_data_ptr<float>(), v->stride(0), v->stride(1), room, static_cast<int>(v->size(0))};
-  }
-  if (shared_v) {
-    room = std::max(room, shared_v->size(2));
-    p.shared = {shared_v->const_data_ptr<float>(), 0, shared_v->stride(1), 0, 1};
-  }
+  if (v) p.own = own_sums(*v, slices);
+  if (shared_v) p.shared = shared_sums(*shared_v);
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);
   p.y_pairs = reinterpret_cast<uintptr_t>(p.y) % 4 == 0 && p.y_stride % 2 == 0;
   for (int i = 0; i < p.slices; ++i) p.y_pairs &= p.columns[i] % 2 == 0;
   TORCH_CHECK(p.units[p.slices] < (int64_t{1} << 31) / kWorkers, "y has ", y.size(1), " columns; want fewer than 2^27");
   if (p.units[p.slices] == 0) return;
-  p.operand = operand_row(static_cast<int>(room));
+  p.operand = operand_row(static_cast<int>(std::max(p.own.room, p.shared.room)));
   const size_t smem = kTokens * p.operand;
   const int64_t grid = std::min<int64_t>(p.workers, static_cast<int64_t>(multiprocessors()) * kExpandCtas);
   SCUTE_CUDA_DISPATCH(y.scalar_type(), [&] {

@@ -6,18 +6,14 @@
 #pragma once
 #include "check.h"
 #include "launch.h"
+#include "sums.h"
+#include "tenants.cuh"
 #include "work.cuh"
 
 namespace scute::cuda {
 
 struct ExpandParams {
-  // Sums of parts of the inputs: of private factors, (parts, rows, slices * slice), and of shared ones, (parts, rows,
-  // ...).
-  struct Sums {
-    const float* v;  // null: none are served
-    int64_t part, row, slice;
-    int parts;
-  } own, shared;
+  PartialSums own, shared;
   const char* arena;
   const Entry* table;  // of the first slice's module; modules entries between slots
   int modules, slots, slices;
@@ -56,11 +52,6 @@ __device__ __forceinline__ Job job_of(const ExpandParams& p, int worker) {
           (share.y >> 31) != 0,
           unit(share.z),
           unit(share.w)};
-}
-
-template <typename T>
-__device__ __forceinline__ const T* optional(const char* arena, int64_t offset) {
-  return offset == kAbsent ? nullptr : reinterpret_cast<const T*>(arena + offset);
 }
 
 // The weights of one slice of a job: [blocks][out][8].

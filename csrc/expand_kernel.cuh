@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_fp32_kernel(const __gri
         if (job.shared) r = shared_row<float>(p, job, token, slice);
         else r.row = p.perm[job.begin + token];
         const int blocks = job.shared && !r.d ? 0 : weights.blocks;
-        const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
+        const PartialSums& sums = job.shared ? p.shared : p.own;
         const float* v = sums.v + r.row * sums.row + slice * sums.slice;
         for (int column = begin * kUnit + threadIdx.x; column < last; column += kExpandThreads) {
           const float* b = reinterpret_cast<const float*>(weights.b) + static_cast<int64_t>(column) * 8;

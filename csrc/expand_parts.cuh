@@ -47,7 +47,7 @@ struct PartSum {
   static constexpr int kAtOnce = 7;
   float4 parts[kAtOnce];
 
-  __device__ __forceinline__ void ask(const ExpandParams::Sums& sums, const float* from, bool there, int first) {
+  __device__ __forceinline__ void ask(const PartialSums& sums, const float* from, bool there, int first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       parts[i] = make_float4(0, 0, 0, 0);
@@ -55,7 +55,7 @@ struct PartSum {
     }
   }
   // What was asked for, and the rest.
-  __device__ __forceinline__ float4 finish(const ExpandParams::Sums& sums, const float* from, bool there) {
+  __device__ __forceinline__ float4 finish(const PartialSums& sums, const float* from, bool there) {
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int first = 0;; ask(sums, from, there, first)) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void stage_operands(const ExpandParams& p, const Job&
                                                char* operands, ExpandShared<T>& s) {
   rank8 = min(kStepWindow * 32, rank8 - first);
   const int lane = threadIdx.x % 32, padded = (rank8 + 31) / 32 * 32, rows = min(kTokens, job.rows);
-  const ExpandParams::Sums& sums = job.shared ? p.shared : p.own;
+  const PartialSums& sums = job.shared ? p.shared : p.own;
 #pragma unroll 1
   for (int token = threadIdx.x / 32; token < rows; token += kExpandWarps) {
     const Row<T>& r = s.rows[token];

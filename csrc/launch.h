@@ -27,6 +27,18 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Whether the current GPU runs code of this kernel that was compiled for 9.0 or later: with clusters, copies of boxes and
+// dependent launch in it.
+template <typename Params>
+bool has_code_for_90(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) != cudaSuccess) {  // no code at all
+    cudaGetLastError();
+    return false;
+  }
+  return attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+}
+
 inline int multiprocessors() {
   static const int count = device_attribute(cudaDevAttrMultiProcessorCount);
   return count;

@@ -36,8 +36,7 @@ CUtensorMap matrix_map(const void* data, at::ScalarType dtype, int64_t rows, int
 namespace {
 
 void check_rows_aligned(const Tensor& t, int64_t stride, const char* name) {
-  TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && stride % 8 == 0, name,
-              "'s rows begin anywhere; want them at multiples of 16 bytes");
+  TORCH_CHECK(rows_aligned(t, stride), name, "'s rows begin anywhere; want them at multiples of 16 bytes");
 }
 
 // Of 9.0's 227 KB, and of 10.0's.
@@ -105,12 +104,7 @@ void run_width(LinearParams& p, int width, int64_t tiles) {
 }  // namespace
 
 bool linear_runs() {
-  cudaFuncAttributes attributes{};
-  if (cudaFuncGetAttributes(&attributes, linear_kernel<__half, 1, 1>) != cudaSuccess) {  // no code for this GPU at all
-    cudaGetLastError();
-    return false;
-  }
-  return attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 &&
+  return has_code_for_90(linear_kernel<__half, 1, 1>) &&
          device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSharedMemory;
 }
 
@@ -130,24 +124,14 @@ void linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& 
 
   LinearParams p{};
   p.slices = static_cast<int>(columns.size()) - 1;
-  int room = 0;
-  if (v) {
-    room = static_cast<int>(v->size(2) / p.slices);
-    p.own = {v->const_data_ptr<float>(), v->stride(0), v->stride(1), room, static_cast<int>(v->size(0)), room};
-  }
-  if (shared_v) {
-    p.shared = {shared_v->const_data_ptr<float>(), 0, shared_v->stride(1), 0, 1, static_cast<int>(shared_v->size(2))};
-    room = std::max(room, p.shared.room);
-  }
-  p.sums_row = room;
-  p.row_slot = row_slot.const_data_ptr<int32_t>();
-  p.arena = reinterpret_cast<const char*>(arena.const_data_ptr());
-  p.table = reinterpret_cast<const Entry*>(table.const_data_ptr<int64_t>()) + module;
+  if (v) p.own = own_sums(*v, p.slices);
+  if (shared_v) p.shared = shared_sums(*shared_v);
+  p.sums_row = static_cast<int>(std::max(p.own.room, p.shared.room));
+  p.t = tenants_of(row_slot, arena, table, module);
+  p.t.slots = static_cast<int>(std::min(table.size(0), slots.size(0)));
   p.tenants = reinterpret_cast<const Slot*>(slots.const_data_ptr<int32_t>());
   p.sets = reinterpret_cast<const SharedSet*>(sets.const_data_ptr<int64_t>());
   p.shared_sets = static_cast<int>(sets.size(0));
-  p.modules = static_cast<int>(table.size(1));
-  p.slots = static_cast<int>(std::min(table.size(0), slots.size(0)));
   p.bias = bias ? bias->const_data_ptr() : nullptr;
   p.y = y.data_ptr();
   p.y_stride = y.stride(0);

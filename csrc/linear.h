@@ -2,24 +2,19 @@
 #pragma once
 #include "check.h"
 #include "launch.h"
+#include "sums.h"
+#include "tenants.cuh"
 #include "tensor_copy.cuh"
 
 namespace scute::cuda {
 
 struct LinearParams {
   CUtensorMap weight, input;
-  // Sums of parts of the inputs: of private factors, (parts, rows, slices * slice), and of shared ones, (parts, rows, ...).
-  struct Sums {
-    const float* v;  // null: none are served
-    int64_t part, row, slice;
-    int parts, room;  // room: columns of a slice
-  } own, shared;
-  const int32_t* row_slot;
-  const char* arena;
-  const Entry* table;  // of the first slice's module; modules entries between slots
+  PartialSums own, shared;
+  Tenants t;
   const Slot* tenants;
   const SharedSet* sets;
-  int modules, slots, slices, shared_sets;
+  int slices, shared_sets;
   const void* bias;  // of the layer; null: none
   void* y;
   int64_t y_stride;
@@ -34,8 +29,5 @@ struct LinearParams {
 };
 
 constexpr int kLinearChunk = 2 * kBoxInputs;  // inputs of a stage
-
-// Whether the current GPU, and the code compiled for it, can run op linear: tensor copies, and 9.0's shared memory.
-bool linear_runs();
 
 }  // namespace scute::cuda

@@ -42,11 +42,11 @@ struct LinearTenant {
   const T *scale, *bias, *d, *e;
 
   __device__ __forceinline__ LinearTenant(const LinearParams& p, const LinearTile& tile, int row)
-      : slot(-1), set(-1), blocks(0), b(p.arena), block(0), scale(nullptr), bias(nullptr), d(nullptr), e(nullptr) {
-    const int listed = row < p.rows ? load_kept(p.row_slot + row) : -1;
-    if (listed < 0 || listed >= p.slots) return;
+      : slot(-1), set(-1), blocks(0), b(p.t.arena), block(0), scale(nullptr), bias(nullptr), d(nullptr), e(nullptr) {
+    const int listed = row < p.rows ? load_kept(p.t.row_slot + row) : -1;
+    if (listed < 0 || listed >= p.t.slots) return;
     const uint4* entry =
-        reinterpret_cast<const uint4*>(p.table + static_cast<int64_t>(listed) * p.modules + tile.slice);
+        reinterpret_cast<const uint4*>(p.t.table + static_cast<int64_t>(listed) * p.t.modules + tile.slice);
     const Slot tenant = p.tenants[listed];
     const uint4 factors = load_kept(entry), vectors = load_kept(entry + 1), shared = load_kept(entry + 2),
                 meta = load_kept(entry + 3);
@@ -55,10 +55,7 @@ struct LinearTenant {
                   : !p.own.v || !(tenant.live & kDelta))
       return;
     slot = listed;
-    const auto at = [&](uint32_t low, uint32_t high) {
-      const int64_t offset = word64(low, high);
-      return offset == kAbsent ? nullptr : reinterpret_cast<const T*>(p.arena + offset);
-    };
+    const auto at = [&](uint32_t low, uint32_t high) { return optional<T>(p.t.arena, word64(low, high)); };
     scale = at(vectors.x, vectors.y), bias = at(vectors.z, vectors.w);
     const int width = p.columns[tile.slice + 1] - p.columns[tile.slice];
     int64_t first = tile.column;
@@ -71,13 +68,13 @@ struct LinearTenant {
         return;
       }
       e = at(shared.z, shared.w);
-      b = p.arena + factor.b, block = factor.out * 8, blocks = static_cast<int>(factor.rank) / 8;
+      b = p.t.arena + factor.b, block = factor.out * 8, blocks = static_cast<int>(factor.rank) / 8;
       first += p.out_begin[tile.slice];
     } else if (const int64_t offset = word64(factors.z, factors.w); offset != kAbsent) {
-      b = p.arena + offset, block = static_cast<int64_t>(width) * 8, blocks = entry_rank(word64(meta.z, meta.w)) / 8;
+      b = p.t.arena + offset, block = static_cast<int64_t>(width) * 8, blocks = entry_rank(word64(meta.z, meta.w)) / 8;
     }
     b += first * 8 * static_cast<int64_t>(sizeof(T));
-    blocks = min(blocks, (is_shared ? p.shared : p.own).room / 8);  // v has no more
+    blocks = min(blocks, static_cast<int>((is_shared ? p.shared : p.own).room) / 8);  // v has no more
   }
 };
 
@@ -86,7 +83,7 @@ template <typename T>
 __device__ __forceinline__ void list_factors(const LinearParams& p, const LinearTile& tile, LinearAdapters<T>& s) {
   const int lane = threadIdx.x % 32;
   const LinearTenant<T> mine(p, tile, lane);
-  const int key = mine.blocks == 0 ? -1 : mine.set >= 0 ? p.slots + mine.set : mine.slot;
+  const int key = mine.blocks == 0 ? -1 : mine.set >= 0 ? p.t.slots + mine.set : mine.slot;
   const unsigned same = __match_any_sync(~0u, key);
   const int leader = __ffs(same) - 1;
   const bool leads = mine.blocks > 0 && leader == lane;
@@ -109,7 +106,7 @@ __device__ __forceinline__ void list_factors(const LinearParams& p, const Linear
 // The sums of v's parts, from `rank` on, times d, to shared memory. Eight loads are under way at a time, kParts to a
 // rank: what the compiler leaves over of an unrolled loop would wait for one another.
 template <typename T, int kParts>
-__device__ __forceinline__ void add_parts(const LinearParams::Sums& from, const float* v, int rank, int ranks,
+__device__ __forceinline__ void add_parts(const PartialSums& from, const float* v, int rank, int ranks,
                                           const T* d, float* to) {
   constexpr int kRanks = 8 / kParts, kStep = 16;
 #pragma unroll 1
@@ -154,7 +151,7 @@ __device__ __forceinline__ void gather_sums(const LinearParams& p, const LinearT
   const int lane = threadIdx.x % 32, row = first_row + lane / 4, rank = lane % 4 * 4;
   const LinearTenant<T> mine(p, tile, row);
   pdl_wait();
-  const LinearParams::Sums& from = mine.set >= 0 ? p.shared : p.own;
+  const PartialSums& from = mine.set >= 0 ? p.shared : p.own;
   const float* v = from.v + row * from.row + tile.slice * from.slice;
   float* to = sums + row * p.sums_row;
   if (from.parts == 1) add_parts<T, 1>(from, v, rank, mine.blocks * 8, mine.d, to);

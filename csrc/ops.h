@@ -72,7 +72,8 @@ StructuredOp structured;
 TokenRowsOp token_rows;
 TokenLogitsOp token_logits;
 ReweighOp reweigh;
-bool linear_runs();  // on the current device
+// Whether the current GPU, and the code compiled for it, can run op linear: copies of boxes, and 9.0's shared memory.
+bool linear_runs();
 }  // namespace cuda
 
 }  // namespace scute

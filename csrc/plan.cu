@@ -180,11 +180,7 @@ bool dependent_launch() {
   if (!wanted) return false;
   static std::once_flag once;
   static bool able = false;
-  std::call_once(once, [] {
-    cudaFuncAttributes attributes{};
-    C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, edge_kernel));
-    able = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  });
+  std::call_once(once, [] { able = has_code_for_90(edge_kernel); });
   return able;
 }
 

@@ -246,7 +246,7 @@ void launch_shrink(const at::Tensor& x, const Tenants& t, int in_begin, at::Tens
   const int64_t items = most_tiles(rows, t.slots) * p.groups;
   const int64_t likely = (rows + kTileRows - 1) / kTileRows * p.groups;
   SCUTE_PREFILL_DISPATCH(x.scalar_type(), [&] {
-    static const bool clusters = knows_clusters(shrink_kernel<scalar_t, kShared>);
+    static const bool clusters = has_code_for_90(shrink_kernel<scalar_t, kShared>);
     const int peers = clusters ? cluster_for(likely, (p.in + kRound - 1) / kRound) : 1;
     const int64_t count = std::min<int64_t>(items, 64 * multiprocessors() / peers);
     launch_clusters(shrink_kernel<scalar_t, kShared>, count, peers, kShrinkThreads, shrink_bytes(p.room, peers), p);

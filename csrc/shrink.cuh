@@ -2,7 +2,7 @@
 #pragma once
 #include "check.h"
 #include "launch.h"
-#include "linear.h"
+#include "ops.h"
 #include "work.cuh"
 
 namespace scute::cuda {

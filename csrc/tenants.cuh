@@ -19,9 +19,15 @@ inline Tenants tenants_of(const at::Tensor& row_slot, const at::Tensor& arena, c
           static_cast<int>(table.size(0))};
 }
 
-// Whether every row of a tensor begins at a multiple of 16 bytes.
-inline bool rows_aligned(const at::Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.stride(0) * t.element_size() % 16 == 0;
+// Whether every row of a tensor, `stride` elements apart, begins at a multiple of 16 bytes.
+inline bool rows_aligned(const at::Tensor& t, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && stride * t.element_size() % 16 == 0;
+}
+inline bool rows_aligned(const at::Tensor& t) { return rows_aligned(t, t.stride(0)); }
+
+template <typename T>
+__device__ __forceinline__ const T* optional(const char* arena, int64_t offset) {
+  return offset == kAbsent ? nullptr : reinterpret_cast<const T*>(arena + offset);
 }
 
 }  // namespace scute::cuda

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import torch
 from ops_cases import Arena, make_plan
-from ops_checks import FLOAT32_SUM, signless, ulp
+from ops_checks import FLOAT32_SUM, same_bits, signless, ulp
 from structured_cases import make
 
 from scute_sgl import layout, ops, reference
@@ -101,6 +101,28 @@ def check(got, want, terms, dtype):
 def oracle(function, given, dtype):
     """As in ops_checks, on the GPU."""
     return function(**given), function(**signless(given, dtype))
+
+
+def check_replays(step, change, turns, results, buffers=(), written=()):
+    """A graph of ``step`` gives the bits of ``step`` itself after every ``change(turn)``, which puts a batch in place.
+
+    ``buffers`` are NaN before each run; ``written``: results in which every number is written.
+    """
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(turns):
+        change(turn)
+        found = []
+        for run in (graph.replay, step):
+            for buffer in buffers:
+                buffer.fill_(torch.nan)
+            run()
+            found.append([result.clone() for result in results])
+        assert all(map(same_bits, *found)), f"replay {turn}"
+        assert not any(result.isnan().any() for result in written)
 
 
 def tiles(world, row_slot, tile_rows):

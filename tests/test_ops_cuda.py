@@ -10,8 +10,8 @@ import test_ops_structured
 import test_ops_tokens
 import torch
 from cuda_cases import (
-    COLUMNS, OUT_BEGIN, World, check, check_expand, check_project_and_expand, check_shrink_and_expand, expand_arguments,
-    oracle, rows_of, tiles,
+    COLUMNS, OUT_BEGIN, World, check, check_expand, check_project_and_expand, check_replays, check_shrink_and_expand,
+    expand_arguments, oracle, rows_of, tiles,
 )  # fmt: skip
 from ops_cases import DEVICES
 from ops_checks import same_bits
@@ -177,23 +177,13 @@ class Layer:
 def test_graph_replays_are_the_eager_run(dtype):
     world = World(dtype, 1344, (16, 8, 64, 0, 256), 12, "lora vera oft structured")
     layer, generator = Layer(world, 24), torch.Generator().manual_seed(0)
-    layer.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer.step()
-    for turn in range(300):
+
+    def change(turn: int) -> None:
         batch = torch.randint(-1, 12 if turn % 3 else 2, (24,), generator=generator).int()
-        if turn % 7 == 0:
-            batch.fill_(-1)
-        layer.row_slot.copy_(batch)
-        results = []
-        for run in (graph.replay, layer.step):
-            for buffer in (layer.v, layer.shared_v, layer.rotated, layer.y):
-                buffer.fill_(torch.nan)
-            run()
-            results.append((layer.y.clone(), layer.x.clone()))
-        assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1]), f"replay {turn}"
+        layer.row_slot.copy_(batch if turn % 7 else batch.fill_(-1))
+
+    buffers = (layer.v, layer.shared_v, layer.rotated, layer.y)
+    check_replays(layer.step, change, 300, (layer.y, layer.x), buffers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,16 +212,10 @@ def test_graph_replays_of_token_ops_follow_the_rows(dtype):
         ops.token_rows(**rows)
         ops.token_logits(**logits)
 
-    step()
-    torch.cuda.synchronize()
-    graph, generator = torch.cuda.CUDAGraph(), torch.Generator().manual_seed(0)
-    with torch.cuda.graph(graph):
-        step()
-    for turn in range(100):
+    generator = torch.Generator().manual_seed(0)
+
+    def change(turn: int) -> None:
         for arguments in given:
             arguments["row_slot"].copy_(torch.randint(-1, 6, (24,), generator=generator))
-        results = []
-        for run in (graph.replay, step):
-            run()
-            results.append([arguments["y"].clone() for arguments in given])
-        assert all(map(same_bits, *results)), f"replay {turn}"
+
+    check_replays(step, change, 100, [arguments["y"] for arguments in given])

@@ -5,7 +5,7 @@ Oracle and tenants are those of ``cuda_cases``.
 
 import pytest
 import torch
-from cuda_cases import COLUMNS, World, check, oracle, rows_of
+from cuda_cases import COLUMNS, World, check, check_replays, oracle, rows_of
 from ops_checks import same_bits
 from test_ops_linear import HERE
 
@@ -203,21 +203,13 @@ class Step:
 @pytest.mark.parametrize("rows", [8, 24])
 def test_graph_replays_are_the_eager_run(rows, dtype):
     step, generator = Step(World(dtype, 1344, MIXED, 12, "lora vera oft"), rows), torch.Generator().manual_seed(0)
-    step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    for turn in range(100):
+
+    def change(turn: int) -> None:
         step.row_slot.copy_(torch.randint(-1, 12 if turn % 3 else 2, (rows,), generator=generator).int())
-        results = []
-        for run in (graph.replay, step.run):
-            for buffer in (step.given["v"], step.given["shared_v"], step.rotated, step.given["y"]):
-                buffer.fill_(torch.nan)
-            run()
-            results.append((step.given["y"].clone(), step.x.clone()))
-        assert all(map(same_bits, *results)), f"replay {turn}"
-        assert not results[0][0].isnan().any()
+
+    y = step.given["y"]
+    buffers = (step.given["v"], step.given["shared_v"], step.rotated, y)
+    check_replays(step.run, change, 100, (y, step.x), buffers, written=(y,))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scute_sgl import ops
 from scute_sgl.graphs import Variant, with_variants
-from scute_sgl.layout import LINEAR_ROWS, LINEAR_SUMS
+from scute_sgl.layout import linear_fits
 from scute_sgl.plan import BatchPlan
 from scute_sgl.pool import Pool
 
@@ -90,8 +90,7 @@ class ScuteBackend(BaseLoRABackend):
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the base's GEMM and adapters of this input are one op, linear. In graphs and out of them alike."""
-        rows, room = x.shape[0], max(self.stride, self.graph_rank)
-        few = self.body.tile_rows == DECODE_TILE and rows <= LINEAR_ROWS and rows * room <= LINEAR_SUMS
+        few = self.body.tile_rows == DECODE_TILE and linear_fits(x.shape[0], max(self.stride, self.graph_rank))
         return self._linear_runs and few and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     @contextmanager

@@ -64,7 +64,11 @@ PLAN_HEADER = 16
 WORKERS, TILE_WEIGHT = 512, 8
 
 LINEAR_ROWS = 24  # that the op linear takes on CUDA
-LINEAR_SUMS = LINEAR_ROWS * 512  # floats of v, rows x columns of a slice, that leave it room to be fast
+
+
+def linear_fits(rows: int, room: int) -> bool:
+    """Whether linear is to take so many rows with ``room`` columns of v a slice, which leave it memory to be fast."""
+    return rows <= LINEAR_ROWS and rows * room <= LINEAR_ROWS * 512
 
 
 def plan_size(rows: int) -> int:
