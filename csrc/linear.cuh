@@ -12,10 +12,14 @@ constexpr int kLinearWarps = 8, kLookUpWarps = kLinearRows / 8;  // of products;
 constexpr int kLinearThreads = 32 * (kLinearWarps + kLookUpWarps + 1);
 constexpr int kMostStages = 24;
 static_assert(kLinearRows <= 32 && kLinearRows % 8 == 0);  // a lane, or four, for each row
-static_assert(kStageBlocks * 16 <= 2 * kBoxInputs * 2);  // bytes of a column
 
 // Bytes of a stage: two boxes of W, two of x.
 constexpr int linear_stage(int columns, int tokens) { return 2 * (columns + tokens) * kBoxInputs * 2; }
+// Blocks of B, 8 ranks each, that a stage has room for; a lane for each.
+constexpr int stage_blocks(int columns, int tokens) {
+  const int blocks = linear_stage(columns, tokens) / (columns * 16);
+  return blocks < 32 ? blocks : 32;
+}
 // Floats of a row of one warp's sums in shared memory; four warps share the inputs of a stage.
 constexpr int linear_sums_row(int columns) { return columns + 4; }
 constexpr int linear_sums(int columns, int tokens) { return 4 * tokens * linear_sums_row(columns); }
@@ -35,7 +39,8 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
   constexpr int kColumns = kColumns16 * 16, kTokenRows = kTokens8 * 8, kRow = linear_sums_row(kColumns);
   constexpr int kWeightBox = kColumns * kBoxInputs * 2, kInputBox = kTokenRows * kBoxInputs * 2;
-  constexpr int kStage = linear_stage(kColumns, kTokenRows), kHalf = (kColumns16 + 1) / 2;
+  constexpr int kStage = linear_stage(kColumns, kTokenRows), kBlocks = stage_blocks(kColumns, kTokenRows);
+  constexpr int kHalf = (kColumns16 + 1) / 2;
   extern __shared__ __align__(16) char dynamic[];
   __shared__ uint64_t full[kMostStages], empty[kMostStages], listed, looked_up;
   __shared__ LinearAdapters<T> adapters;
@@ -69,8 +74,8 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
   };
   if (threadIdx.x == kLinearWarps * 32) {
     prefetch_map(&p.weight), prefetch_map(&p.input);
-    for (int i = 0; i < p.stages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kLinearWarps);
-    barrier_init(&listed, 1), barrier_init(&looked_up, kLookUpWarps);
+    for (int i = 0; i < p.stages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kLinearWarps * 32);
+    barrier_init(&listed, 32), barrier_init(&looked_up, kLookUpWarps * 32);
     barriers_ready();
   }
   __syncthreads();
@@ -83,18 +88,20 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
     float sums[kHalf][kTokens8][4] = {};
     int stage = 0, parity = 0;
     const auto release = [&] {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage);
+      barrier_arrive(empty + stage);
       if (++stage == p.stages) stage = 0, parity ^= 1;
     };
 #pragma unroll 1
     for (int chunk = 0;; ++chunk) {
       if (chunk == adapters_at) {
         barrier_wait(&looked_up, 0);
+        const LinearShare<kColumns, kLinearWarps> mine(p, adapters);
 #pragma unroll 1
-        for (int first = 0; first < adapters.blocks; first += kStageBlocks) {
+        for (int first = 0; first < adapters.blocks; first += kBlocks) {
           barrier_wait(full + stage, parity);
-          multiply_blocks<kColumns, kLinearWarps>(p, tile, adapters, vectors, first, ring + stage * kStage, v);
+          multiply_blocks<kColumns, kBlocks, kLinearWarps>(p, tile, mine, adapters, vectors, first,
+                                                           ring + stage * kStage, v);
+          if (lanes_copy(kColumns)) fence_copies();
           release();
         }
       }
@@ -114,7 +121,8 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
       release();
     }
     pdl_wait();
-    asm volatile("bar.sync 1, %0;" ::"n"(kLinearWarps * 32) : "memory");  // all have read the ring
+    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(kLinearWarps * 32) : "memory"); };
+    meet();  // all have read the ring
     float* own = partial + quarter * kTokenRows * kRow + half * kHalf * 16;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -125,6 +133,11 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
         for (int c = 0; c < 4; ++c)
           own[(j * 8 + 2 * t + c % 2) * kRow + i * 16 + c / 2 * 8 + g] = sums[i][j][c];
     }
+    meet();
+    finish_tile<kColumns, kLinearWarps * 32>(p, tile, adapters, vectors, [&](int row, int column) {
+      const float* at = partial + row * kRow + column;
+      return (at[0] + at[kTokenRows * kRow]) + (at[2 * kTokenRows * kRow] + at[3 * kTokenRows * kRow]);
+    });
   } else {
     if (warp == kLinearWarps) {
       if (lane == 0) {
@@ -145,10 +158,11 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
       for (int chunk = early;; ++chunk) {
         if (chunk == adapters_at) {
           barrier_wait(&listed, 0);
+          int factor = 0;
 #pragma unroll 1
-          for (int first = 0; first < adapters.blocks; first += kStageBlocks, next()) {
+          for (int first = 0; first < adapters.blocks; first += kBlocks, next()) {
             barrier_wait(empty + stage, parity);
-            copy_blocks<kColumns>(tile, adapters, first, ring + stage * kStage, full + stage);
+            copy_blocks<kColumns, kBlocks>(tile, adapters, first, factor, ring + stage * kStage, full + stage);
           }
         }
         if (chunk == p.chunks) break;
@@ -160,22 +174,14 @@ __global__ void __launch_bounds__(kLinearThreads, 1) linear_kernel(const __grid_
       const int part = warp - kLinearWarps - 1;
       if (part == 0) {
         list_factors<T>(p, tile, adapters);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&listed);
+        barrier_arrive(&listed);
       }
       gather_sums<T>(p, tile, part * 8, v);
       barrier_wait(&listed, 0);
       copy_vectors<kColumns>(p, tile, adapters, vectors, part, kLookUpWarps);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&looked_up);
+      barrier_arrive(&looked_up);
     }
-    __syncwarp();
   }
-  __syncthreads();
-  finish_tile<kColumns, T>(p, tile, adapters, vectors, [&](int row, int column) {
-    const float* at = partial + row * kRow + column;
-    return (at[0] + at[kTokenRows * kRow]) + (at[2 * kTokenRows * kRow] + at[3 * kTokenRows * kRow]);
-  });
 #endif
 }
 

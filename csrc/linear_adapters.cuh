@@ -5,8 +5,6 @@
 
 namespace scute::cuda {
 
-constexpr int kStageBlocks = 16;  // of B, 8 ranks each, in a stage of the ring
-
 // The B of one tenant or of one shared set.
 struct LinearFactor {
   const char* b;   // the tile's first column
@@ -198,104 +196,133 @@ __device__ __forceinline__ void copy_vectors(const LinearParams& p, const Linear
   }
 }
 
-// The producer warp: blocks first .. of all factors to a stage, kColumns x 16 bytes each.
-template <int kColumns, typename T>
-__device__ __forceinline__ void copy_blocks(const LinearTile& tile, const LinearAdapters<T>& s, int first, char* stage,
-                                            uint64_t* full) {
-  const int lane = threadIdx.x % 32, count = min(kStageBlocks, s.blocks - first), bytes = tile.width * 16;
-  if (lane == 0) barrier_expect(full, count * bytes);
-  __syncwarp();
-  if (lane >= count) return;
-  int factor = 0;
-  while (first + lane >= s.factors[factor].end) ++factor;
-  const LinearFactor& from = s.factors[factor];
-  copy_bytes(stage + lane * kColumns * 16, from.b + (first + lane - from.begin) * from.block, bytes, full);
+// The bulk copy engine takes as long for 256 bytes as for 2 KB, so lanes copy the blocks of narrow tiles.
+constexpr bool lanes_copy(int columns) { return columns <= 64; }
+
+// The producer warp: blocks first .. of all factors to a stage, kColumns x 16 bytes each. `factor`: the lane's last one.
+template <int kColumns, int kBlocks, typename T>
+__device__ __forceinline__ void copy_blocks(const LinearTile& tile, const LinearAdapters<T>& s, int first, int& factor,
+                                            char* stage, uint64_t* full) {
+  const int lane = threadIdx.x % 32, count = min(kBlocks, s.blocks - first), bytes = tile.width * 16;
+  const char* mine = nullptr;
+  if (lane < count) {
+    while (first + lane >= s.factors[factor].end) ++factor;
+    const LinearFactor& from = s.factors[factor];
+    mine = from.b + (first + lane - from.begin) * from.block;
+  }
+  if constexpr (lanes_copy(kColumns)) {
+    for (int block = 0; block < count; ++block) {
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(mine), block));
+#pragma unroll
+      for (int column = lane; column < kColumns; column += 32)
+        if (column < tile.width) copy_16(stage + (block * kColumns + column) * 16, from + column * 16);
+    }
+    barrier_arrive_copied(full);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full);
+  } else {
+    if (lane == 0) barrier_expect(full, count * bytes);
+    __syncwarp();
+    if (lane < count) copy_bytes(stage + lane * kColumns * 16, mine, bytes, full);
+  }
 }
 
-// kRows rows, `apart` from one another, of one factor: adds the products of a stage's blocks with v. A row's blocks are
-// added one after another, wherever they begin in a stage.
+// What a warp that multiplies has to do: lane by lane some rows of one factor, one to four, and 32 columns, or more of
+// them kWarps groups of 32 apart.
+template <int kColumns, int kWarps>
+struct LinearShare {
+  static constexpr int kGroups = (kColumns + 31) / 32, kTogether = kGroups > 2 ? 4 : 2;  // enough for all warps to do
+  int begin, end;     // of the factor's blocks
+  unsigned rows;      // a byte for each
+  int count, group;   // of rows; the first group of columns
+  bool takes;         // there is something
+
+  template <typename T>
+  __device__ __forceinline__ LinearShare(const LinearParams& p, const LinearAdapters<T>& s)
+      : begin(0), end(0), rows(0), count(0) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const unsigned before = (1u << lane) - 1;
+    if (lane < p.rows) begin = s.rows[lane].begin, end = s.rows[lane].end;
+    const unsigned same = __match_any_sync(~0u, begin < end ? begin : -1);
+    const bool first = begin < end && __popc(same & before) % kTogether == 0;
+    unsigned left = same & ~before;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i, left &= left - 1)
+      if (left) rows |= (__ffs(left) - 1) << 8 * i, ++count;
+    group = (warp - __popc(__ballot_sync(~0u, first) & before) * kGroups) & (kWarps - 1);
+    takes = first && group < kGroups;
+  }
+};
+
+// kRows rows of one factor, and a lane's column: adds the products of blocks begin .. end, which lie from `b` on, with v.
 template <int kColumns, int kRows, typename T>
-__device__ __forceinline__ void multiply_rows(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
-                                              const LinearVectors<T>& vectors, int first, const char* stage,
-                                              const float* sums, int index, int apart) {
-  constexpr int kGroups = (kColumns + 31) / 32, kAtOnce = kGroups * kRows > 2 ? 1 : 4;
-  const int lane = threadIdx.x % 32, from = s.rows[index].begin;
-  const int begin = max(first, from), end = min(first + kStageBlocks, s.rows[index].end);
+__device__ __forceinline__ void multiply_rows(const LinearParams& p, const LinearAdapters<T>& s,
+                                              const LinearVectors<T>& vectors, const float* sums, unsigned rows,
+                                              int column, const char* b, int begin, int end) {
   const float* v[kRows];
-  float delta[kRows][kGroups], e[kRows][kGroups];
+  float delta[kRows], e[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
-    const int row = index + j * apart;
-    v[j] = sums + row * p.sums_row - from * 8;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const bool there = i * 32 + lane < tile.width;
-      const int at = row * kColumns + i * 32 + lane;
-      delta[j][i] = there ? vectors.added[at] : 0;
-      e[j][i] = there && s.rows[row].e ? to_float(vectors.factors[at]) : 1;
-    }
+    const int row = rows >> 8 * j & 255, at = row * kColumns + column;
+    v[j] = sums + row * p.sums_row;
+    delta[j] = vectors.added[at];
+    e[j] = s.rows[row].e ? to_float(vectors.factors[at]) : 1;
   }
-  const char* b = stage + lane * 16;
-#pragma unroll kAtOnce
-  for (int block = begin; block < end; ++block) {
-    float4 low[kRows], high[kRows];
+#pragma unroll(kColumns > 64 ? 2 : 4)
+  for (int block = begin; block < end; ++block, b += kColumns * 16) {
+    const uint4 words = *reinterpret_cast<const uint4*>(b);
+    const float2 b01 = unpack<T>(words.x), b23 = unpack<T>(words.y), b45 = unpack<T>(words.z), b67 = unpack<T>(words.w);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      low[j] = *reinterpret_cast<const float4*>(v[j] + block * 8);
-      high[j] = *reinterpret_cast<const float4*>(v[j] + block * 8 + 4);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if (i * 32 + lane >= kColumns) break;
-      const uint4 words = *reinterpret_cast<const uint4*>(b + ((block - first) * kColumns + i * 32) * 16);
-      const float2 b01 = unpack<T>(words.x), b23 = unpack<T>(words.y), b45 = unpack<T>(words.z),
-                   b67 = unpack<T>(words.w);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        float sum = b01.x * low[j].x;
-        sum = fmaf(b01.y, low[j].y, sum), sum = fmaf(b23.x, low[j].z, sum), sum = fmaf(b23.y, low[j].w, sum);
-        sum = fmaf(b45.x, high[j].x, sum), sum = fmaf(b45.y, high[j].y, sum), sum = fmaf(b67.x, high[j].z, sum);
-        delta[j][i] = fmaf(e[j][i], fmaf(b67.y, high[j].w, sum), delta[j][i]);
-      }
+      const float4 low = *reinterpret_cast<const float4*>(v[j] + block * 8);
+      const float4 high = *reinterpret_cast<const float4*>(v[j] + block * 8 + 4);
+      float sum = b01.x * low.x;
+      sum = fmaf(b01.y, low.y, sum), sum = fmaf(b23.x, low.z, sum), sum = fmaf(b23.y, low.w, sum);
+      sum = fmaf(b45.x, high.x, sum), sum = fmaf(b45.y, high.y, sum), sum = fmaf(b67.x, high.z, sum);
+      delta[j] = fmaf(e[j], fmaf(b67.y, high.w, sum), delta[j]);
     }
   }
 #pragma unroll
-  for (int j = 0; j < kRows; ++j)
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if (i * 32 + lane >= tile.width) break;
-      vectors.added[(index + j * apart) * kColumns + i * 32 + lane] = delta[j][i];
-    }
+  for (int j = 0; j < kRows; ++j) vectors.added[(rows >> 8 * j & 255) * kColumns + column] = delta[j];
 }
 
-// The kWarps warps that multiply, all rows that meet the stage's blocks; two of one factor together.
-template <int kColumns, int kWarps, typename T>
+// The warp's share of the products with a stage's blocks. It is the same share for all stages, and a row's blocks are added
+// one after another.
+template <int kColumns, int kBlocks, int kWarps, typename T>
 __device__ __forceinline__ void multiply_blocks(const LinearParams& p, const LinearTile& tile,
-                                                const LinearAdapters<T>& s, const LinearVectors<T>& vectors, int first,
-                                                const char* stage, const float* sums) {
-  const auto meets = [&](int index) {
-    return index < p.rows && s.rows[index].begin < min(first + kStageBlocks, s.rows[index].end) &&
-           s.rows[index].end > first;
-  };
+                                                const LinearShare<kColumns, kWarps>& mine, const LinearAdapters<T>& s,
+                                                const LinearVectors<T>& vectors, int first, const char* stage,
+                                                const float* sums) {
+  using Share = LinearShare<kColumns, kWarps>;
+  unsigned left = __ballot_sync(~0u, mine.takes && mine.begin < first + kBlocks && mine.end > first);
 #pragma unroll 1
-  for (int index = threadIdx.x / 32; index < p.rows; index += kWarps) {
-    if (!meets(index)) continue;
-    const int other = index + kWarps;
-    if (meets(other) && s.rows[other].begin == s.rows[index].begin) {
-      multiply_rows<kColumns, 2>(p, tile, s, vectors, first, stage, sums, index, kWarps);
-      index = other;
-    } else {
-      multiply_rows<kColumns, 1>(p, tile, s, vectors, first, stage, sums, index, kWarps);
+  for (; left; left &= left - 1) {
+    const int lane = __ffs(left) - 1, from = __shfl_sync(~0u, mine.begin, lane);
+    const int begin = max(first, from), end = min(first + kBlocks, __shfl_sync(~0u, mine.end, lane));
+    const unsigned rows = __shfl_sync(~0u, mine.rows, lane);
+    const int count = __shfl_sync(~0u, mine.count, lane);
+#pragma unroll 1
+    for (int group = __shfl_sync(~0u, mine.group, lane); group < Share::kGroups; group += kWarps) {
+      const int column = group * 32 + threadIdx.x % 32;
+      if (column >= tile.width) continue;
+      const char* b = stage + ((begin - first) * kColumns + column) * 16;
+      const auto multiply = [&](auto number) {
+        multiply_rows<kColumns, decltype(number)::value>(p, s, vectors, sums, rows, column, b, begin - from, end - from);
+      };
+      if (count == 1) multiply(std::integral_constant<int, 1>());
+      else if (count == 2) multiply(std::integral_constant<int, 2>());
+      else if (count == 3) multiply(std::integral_constant<int, 3>());
+      else multiply(std::integral_constant<int, Share::kTogether>());
     }
   }
 }
 
-// All threads: y's columns of the tile. `base(row, column)`: the GEMM's.
-template <int kColumns, typename T, typename Base>
+// kThreads threads: y's columns of the tile. `base(row, column)`: the GEMM's.
+template <int kColumns, int kThreads, typename T, typename Base>
 __device__ __forceinline__ void finish_tile(const LinearParams& p, const LinearTile& tile, const LinearAdapters<T>& s,
                                             const LinearVectors<T>& vectors, const Base& base) {
   const int first = p.columns[tile.slice] + tile.column;  // in y
-  for (int item = threadIdx.x; item < p.rows * kColumns; item += blockDim.x) {
+  for (int item = threadIdx.x; item < p.rows * kColumns; item += kThreads) {
     const int row = item / kColumns, column = item % kColumns;
     if (column >= tile.width) continue;
     float was = base(row, column), more = vectors.added[item];

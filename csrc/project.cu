@@ -16,9 +16,10 @@ template <typename T>
 __global__ void __launch_bounds__(kProjectThreads, 6) project_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ ItemsShared<ShrinkItem> work;
   __shared__ float partial[2][kProjectWarps][kTokens][kRankStep];
-  input_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Items<ShrinkItem, ShrinkResolve<T, true>> items(work, {p});
+  items.look_up();
+  input_wait();
   const ShrinkItem* next = nullptr;
   for (int turn = 0; (next = items.next()) || items.look_up(); turn ^= 1) {
     if (!next) continue;

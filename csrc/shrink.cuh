@@ -69,8 +69,8 @@ struct ShrinkResolve {
   }
 };
 
-// The first thing of all: a successor may start as soon as x is there. A linear reads the same x, and does not wait for
-// the sums to do so.
+// In all CTAs: a successor may start as soon as x is there. A linear reads the same x, and does not wait for the sums to do
+// so. What comes before reads the plan, the table and the arena, which no kernel of the pass writes after the plan's.
 __device__ __forceinline__ void input_wait() {
   pdl_wait();
   pdl_trigger();
@@ -113,20 +113,25 @@ template <typename T>
 __global__ void __launch_bounds__(kShrinkThreads, kShrinkCtas) shrink_kernel(const __grid_constant__ ShrinkParams p) {
   __shared__ ItemsShared<ShrinkItem> work;
   __shared__ float partial[2][kShrinkWarps][kTokens][kGroups * 16 + 4];
-  input_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Items<ShrinkItem, ShrinkResolve<T, false>> items(work, {p});
 
-  for (int turn = 0; items.look_up();) {
-    const ShrinkItem* next = items.next();
-    uint4 w[kSteps][2];
-    int row = 0;  // of token g
-    if (next) {
+  const ShrinkItem* next;
+  uint4 w[kSteps][2];
+  int row = 0;  // of token g
+  const auto look_up = [&] {
+    if (!items.look_up()) return false;
+    if ((next = items.next())) {
       const ShrinkLoad<T> load(*next, 0, 0);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load(step, w[step]);
       row = p.list.perm[next->begin + min(g, next->rows - 1)];
     }
+    return true;
+  };
+  bool found = look_up();
+  input_wait();
+  for (int turn = 0; found; found = look_up()) {
     for (; next; turn ^= 1) {
       const ShrinkItem& item = *next;
       const int chunks = (item.inputs + kStretch - 1) / kStretch, groups = (item.ranks + 15) / 16;

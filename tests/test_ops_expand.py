@@ -147,8 +147,8 @@ def test_refusals(device, change, message):
 
 ONLY_THE_CPU_SEES = [
     (lambda a: a | {"out_begin": (0, 0, 140)}, "slice 2 has the set's outputs 140 to 153; want .* 144"),
-    (lambda a: a | {"v": a["v"][..., :12].contiguous()}, "v has 4 columns a slice; want .* rank 8 of slot 0"),
-    (lambda a: a | {"shared_v": a["shared_v"][..., :4].contiguous()}, "set 0 has rank 8; .* within v's 4 columns"),
+    (lambda a: a | {"v": a["v"][..., :12].contiguous()}, "v has 4 columns a slice; want .* rank 8 of slot \\d"),
+    (lambda a: a | {"shared_v": a["shared_v"][..., :4].contiguous()}, "set \\d has rank 8; .* within v's 4 columns"),
     (lambda a: a | {"sets": a["sets"][:1]}, "the plan names shared set 1; want it below sets' 1"),
 ]
 

@@ -71,7 +71,7 @@ def test_refusals(device, change, message):
 
 def test_refuses_what_only_the_cpu_sees():
     given = shrink_arguments(Case(24, 8, 7, "distinct"))
-    with pytest.raises(RuntimeError, match="v has 4 columns a slice; want at least the rank 8 of slot 0"):
+    with pytest.raises(RuntimeError, match="v has 4 columns a slice; want at least the rank 8 of slot \\d"):
         ops.shrink(**given | {"v": given["v"][:, :, :12].contiguous()})
     with pytest.raises(RuntimeError, match="table points at arena bytes .*; want them within 256"):
         ops.shrink(**given | {"arena": given["arena"][: layout.BLOCK]})
