@@ -102,6 +102,28 @@ def plan(rows: list[dict]) -> str:
     return f"{shown}\n\nMedian error, regardless of sign, of {len(errors)} rows that add at least {COUNTED_MS} ms: {found}."
 
 
+def prefill(rows: list[dict]) -> str:
+    """A pass of many rows; a row whose base was never timed as a whole is compared with its GEMMs."""
+
+    def line(row: dict) -> str:
+        times = f"{row['base_ms']:.1f} | {row['added_ms']:.1f} | {row['ratio']:.3f}"
+        return f"{row['workload']} | {row['gemm_ms']:.1f} | {times} | {row['target'] or ''}"
+
+    passes = [row for row in rows if row["op"] == "pass"]
+    return markdown("workload | GEMMs ms | base ms | added ms | ratio | target", "lrrrrr", map(line, passes))
+
+
+def ops_stock(rows: list[dict]) -> str:
+    """A line for each model and workload, with the milliseconds that each backend's ops add to a step's GEMMs."""
+    lines = {}
+    for row in rows:
+        lines.setdefault(f"{row['model']} | {row['workload']} | {row['base_ms']:.2f}", {})[row["backend"]] = row["added_ms"]
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    joined = (" | ".join([name, *(f"{added[backend]:.2f}" for backend in backends)]) for name, added in lines.items())
+    columns = "".join(f" | {served_by({'backend': backend})}" for backend in backends)
+    return markdown(f"shape of | workload | GEMMs ms{columns}", "llr" + "r" * len(backends), joined)
+
+
 def traffic(rows: list[dict]) -> str:
     def line(row: dict) -> str:
         rates = " | ".join(f"{row[key]:.1f}" for key in ("request_throughput", "output_throughput", "median_ttft_ms"))
@@ -138,7 +160,7 @@ def load(rows: list[dict]) -> str:
 
 LATENCIES = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 TABLES = {"decode": decode, "plan": plan, "traffic": traffic, "load": load, "own": own_bytes}
-TABLES |= {"exactness": exactness, "exactness_every": every}
+TABLES |= {"exactness": exactness, "exactness_every": every, "prefill": prefill, "ops_stock": ops_stock}
 
 
 def block(name: str, folder: Path) -> str:
