@@ -233,8 +233,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.redraw:
         if args.out is None or not args.out.exists():
             parser.error(f"--redraw: want --out and an earlier run's file, found {args.out}")
-        draw(args.out)
+        try:
+            draw(args.out)
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            parser.error(f"--redraw: {args.out} is no result file of this benchmark: {type(error).__name__}: {error}")
         return 0
+    if not args.scratch.is_dir():
+        parser.error(f"--scratch: found {args.scratch}, want a folder that exists")
     if args.patch_stock_loader:
         engines.patch_stock_loader()
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="scute-load-") as scratch:

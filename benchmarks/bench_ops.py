@@ -29,9 +29,10 @@ from types import ModuleType
 import record
 import torch
 from op_cases import MODELS, STRUCTURES, TOKENS, WORKLOADS, Bench, Workload, base_weights, fused_layers
-from timing import copy_bandwidth, graph_of, microseconds
+from timing import check_options, copy_bandwidth, graph_of, microseconds, regex
 
 from scute_sgl import layout, ops
+from scute_sgl.console import positive
 
 
 def time_ops(
@@ -182,17 +183,18 @@ def time_step(
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--only", help="regular expression for workloads' names; default: all, with --stock five")
+    parser.add_argument("--only", type=regex, help="regular expression for workloads' names; default: all, with --stock five")
     parser.add_argument("--parts", help="ops, step or both; default: ops,step, with --stock step")
     parser.add_argument("--stock", action="store_true", help="time SGLang's own LoRA backends too")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
-    parser.add_argument("--room", type=int, default=0, help="ranks that partial sums have room for: graph_rank in serving")
+    parser.add_argument("--room", type=positive, default=0, help="ranks that partial sums have room for: graph_rank in serving")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    parts = options.parts or ("step" if options.stock else "ops,step")
+    check_options(parser, parts, ("ops", "step"), options.json)
     if options.stock:
         import stock_ops  # it imports SGLang, which nothing else here needs
     only = options.only if options.only is not None else stock_ops.DEFAULT if options.stock else ""
-    parts = options.parts or ("step" if options.stock else "ops,step")
     dtype, rows, bandwidth = getattr(torch, options.dtype), [], copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.model}, {options.dtype}, copy {bandwidth / 1e3:.0f} GB/s")
     for tenants, count in TOKENS:

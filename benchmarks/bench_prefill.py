@@ -16,9 +16,10 @@ from pathlib import Path
 import record
 import torch
 from op_cases import MODELS, fused_layers
-from timing import copy_bandwidth, graph_of, microseconds
+from timing import check_options, copy_bandwidth, graph_of, microseconds, regex
 
 from scute_sgl import layout, ops
+from scute_sgl.console import positive
 
 TILE = 64
 # ms of the base's forward pass of Llama-3.1-8B on one H200 (SGLang 0.5.17), by rows
@@ -182,12 +183,13 @@ def compare_scales(rows: list[dict], model: str) -> list[dict]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--only", default="", help="regular expression that a workload's name must match")
+    parser.add_argument("--only", type=regex, default="", help="regular expression that a workload's name must match")
     parser.add_argument("--parts", default="ops,pass")
-    parser.add_argument("--sets", type=int, default=6, help="layers of a pass")
+    parser.add_argument("--sets", type=positive, default=6, help="layers of a pass")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    check_options(parser, options.parts, ("ops", "pass"), options.json)
     dtype, sets, rows, bandwidth = getattr(torch, options.dtype), options.sets, [], copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, {options.model}, {options.dtype}, copy {bandwidth / 1e3:.0f} GB/s")
     shapes = fused_layers(options.model)

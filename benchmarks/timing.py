@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import statistics
+from pathlib import Path
 
 import torch
+
+
+def regex(text: str) -> str:
+    """An argparse type."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, want a regular expression: {error}") from None
+    return text
+
+
+def check_options(parser: argparse.ArgumentParser, parts: str, allowed: tuple[str, ...], out: Path | None) -> None:
+    """Ends with code 2 and a message, before anything is measured that could not be measured or written."""
+    if unknown := set(parts.split(",")) - set(allowed):
+        parser.error(f"--parts: found {', '.join(sorted(unknown))!r}, want some of {','.join(allowed)}")
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        parser.error(f"--json: found {str(out)!r}, want a file in a folder that exists")
+    if not torch.cuda.is_available():
+        parser.error("times kernels; want an NVIDIA GPU, and PyTorch finds none")
 
 
 def graph_of(body) -> torch.cuda.CUDAGraph:

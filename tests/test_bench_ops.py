@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,3 +94,24 @@ def test_linear_has_a_line_of_its_own(monkeypatch, kind):
     assert [*by_op] == ["before", "after", "linear"] and by_op["linear"] == by_op["after"] + 64 * 64 * 2
     rows = bench_ops.time_ops("name", Workload(25, (8,) * 16, kind), "tiny", 1.0, HALF, 0, None)
     assert {row["op"] for row in rows} == {"before", "after"}
+
+
+@pytest.mark.parametrize(
+    "script, flags, message",
+    [
+        ("bench_ops", ["--only", "("], "--only: found '(', want a regular expression"),
+        ("bench_ops", ["--parts", "nonsense"], "--parts: found 'nonsense', want some of ops,step"),
+        ("bench_ops", ["--room", "-5"], "--room: found '-5', want a whole number above 0"),
+        ("bench_ops", ["--json", "/nowhere/x.json"], "--json: found '/nowhere/x.json', want a file in a folder that exists"),
+        ("bench_ops", [], "want an NVIDIA GPU"),
+        ("bench_prefill", ["--only", "("], "--only: found '(', want a regular expression"),
+        ("bench_prefill", ["--parts", "step"], "--parts: found 'step', want some of ops,pass"),
+        ("bench_prefill", ["--sets", "-1"], "--sets: found '-1', want a whole number above 0"),
+        ("bench_prefill", [], "want an NVIDIA GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_status_2_in_words(script, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).main(flags)
+    assert end.value.code == 2 and message in capsys.readouterr().err

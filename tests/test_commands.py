@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from make_adapters import make_base, write_adapter
 
-from scute_sgl import cli
+from scute_sgl import cli, console
 
 CONTROL = "es\x1b[31m\nred"
-STATE = {"forwards": 1, "captured": 0, "replays": 0, "slots": 1, "modules": 1, "tenants": {}}
-STATE["pool"] = dict.fromkeys("used arena_bytes shared_bytes resident swap_ins evictions".split(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +22,6 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     write_adapter(make_base("llama", folder), folder / "lora", "lora")
     return folder
-
-
-@pytest.fixture(scope="module")
-def odd():
-    """Its url, and a dict whose "all" is the reply to every request, byte for byte."""
-    replies: dict[str, bytes] = {}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.wfile.write(replies["all"])
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}", replies
-        running.shutdown()
 
 
 def fails(capsys, *words: object) -> str:
@@ -55,10 +33,6 @@ def fails(capsys, *words: object) -> str:
     out, err = capsys.readouterr()
     assert code == 2 and not out and "Traceback" not in err and "\x1b" not in err
     return err.splitlines()[-1]
-
-
-def ok(text: bytes | str) -> bytes:
-    return b"HTTP/1.0 200 OK\r\n\r\n" + (text if isinstance(text, bytes) else text.encode())
 
 
 def base_with(root: Path, folder: Path, **fields) -> Path:
@@ -146,62 +120,38 @@ def test_a_reader_that_has_seen_enough_is_no_error(root):
     assert done.returncode == 0 and "BrokenPipe" not in done.stderr
 
 
-URLS = ["", "nonsense", "http://", "http://x y", "http://h:abc", "http://h:99999", "ftp://h", "http://[::1"]
-URLS += ["http://\x1b[31m"]
+@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "1+" * 30_000 + "1", "{[]:1}", "None", "x"])
+def test_an_assignment_has_any_value(value):
+    assert console.assignment(f"a={value}") == ("a", None if value == "None" else value)
 
 
-@pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("words", [["top", "--once"], ["bench", "load"]])
-def test_what_is_no_url_is_named(capsys, words, url):
-    assert f"--url: found {url!r}, want a URL such as" in fails(capsys, *words, "--url", url)
+@pytest.mark.parametrize("name", [r"$\frac$", "sur\udcff", CONTROL])
+def test_a_picture_has_any_name(name, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = pyplot.subplots()
+    axes.plot([0, 1], [0, 1], label=console.label(name))
+    axes.legend()
+    figure.savefig(tmp_path / "a.png")
 
 
-GARBAGE = [b"", b"garbage\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nx", ok(""), ok("5"), ok("[]")]
-GARBAGE += [ok(b"\xff")]
-GARBAGE += [ok("[" * 100_000), ok('{"data": [5]}'), ok('{"data": [{"parent": 1}]}'), b"HTTP/1.0 500 \x1b[31m\r\n\r\n"]
+def test_output_that_cannot_hold_a_name_or_is_closed(root):
+    named = shutil.copytree(root / "lora", root / "na\u00efve")
+    command = [sys.executable, "-m", "scute_sgl.cli", "inspect", str(named)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "na\\xefve" in done.stdout and not done.stderr
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and not done.stderr
 
 
-@pytest.mark.parametrize("reply", GARBAGE)
-@pytest.mark.parametrize("words", [["top", "--once"], ["bench", "load"]])
-def test_a_server_that_answers_garbage_is_named(odd, capsys, words, reply):
-    url, replies = odd
-    replies["all"] = reply
-    assert url in fails(capsys, *words, "--url", url, "--json")
+def test_an_absurd_file_beside_no_model_is_not_read(tmp_path, capsys):
+    with open(tmp_path / "adapter_config.json", "wb") as file:
+        file.truncate(20 << 30)
+    assert "is an adapter of an unknown base model" in fails(capsys, "serve", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"tenants": 5}, {"tenants": {"a": None}}, {"tenants": {"a": {"method": 5}}}, {"pool": {}}, {"forwards": "x"}],
-)
-def test_another_state_than_scutes_is_said(odd, capsys, change):
-    url, replies = odd
-    replies["all"] = ok(json.dumps({"internal_states": [{"scute": STATE | change}]}))
-    assert "another state than this version" in fails(capsys, "top", "--once", "--url", url)
-
-
-def test_top_shows_a_state_without_control_characters(odd, capsys):
-    url, replies = odd
-    tenant = {"method": CONTROL, "live": [CONTROL], "bytes": 1, "resident": True}
-    replies["all"] = ok(json.dumps({"internal_states": [{"scute": STATE | {"tenants": {CONTROL: tenant}}}]}))
-    assert cli.main(["top", "--once", "--url", url]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "\\x1b" in out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rates", "1e9", "--seconds", "1e9"], "requests at the highest rate, want at most"),
-        (["--rates", "1", "--input", "999999999"], "want at most"),
-        (["--rates", "nan"], "found 'nan', want a number above 0"),
-        (["--output", "0"], "found '0', want a whole number above 0"),
-        (["--tenants", "a", "a"], "want each name once"),
-        (["--plot", "a.jpg"], "want a name that ends in .png or .svg"),
-        (["--plot", "/nowhere/a.png"], "there is no such folder"),
-    ],
-)
-def test_no_load_is_made_that_cannot_be(capsys, flags, message):
-    assert message in fails(capsys, "bench", "load", "--url", "http://127.0.0.1:1", *flags)
+def test_a_base_without_attention_heads_is_said(root, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv"}')
+    assert "no num_attention_heads" in fails(capsys, "inspect", root / "lora", "--model", tmp_path)
 
 
 @pytest.mark.parametrize(

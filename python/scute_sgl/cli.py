@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import os
 import sys
 from importlib import metadata
@@ -75,19 +75,25 @@ def base_of_adapter(folder: str) -> str:
     config = Path(folder, "adapter_config.json")
     if not config.is_file() or Path(folder, "config.json").exists():
         return ""
+    from scute_sgl.checkpoint import read_config  # it imports torch, which takes seconds
+
     try:
-        return printable(str(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return printable(str(read_config(Path(folder))["base_model_name_or_path"]))[:200]
+    except (ValueError, LookupError):
         return "an unknown base model"
 
 
 def main(argv: list[str] | None = None) -> int:
+    if sys.stdout is None:  # closed
+        sys.stdout = open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if "rest" in args:  # a command of another program
         args.rest = rest
     elif rest and args.command != "serve":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {printable(' '.join(rest))}")
     try:
         if args.command == "serve":
             _serve(args, rest)

@@ -71,6 +71,8 @@ def read_base(folder: str, dtype: torch.dtype | None = None, ranks: int = 1) -> 
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the base in {folder!r} is quantised; adapters are exact on unquantised weights only")
     config, dtype = config.get_text_config(), dtype or served_dtype(config)
+    if type(getattr(config, "num_attention_heads", None)) is not int:
+        raise ValueError(f"{folder}/config.json: no num_attention_heads; want a model with attention heads")
     if config.num_attention_heads % ranks:
         raise ValueError(f"{config.num_attention_heads} attention heads cannot be split among {ranks} ranks")
     targets = tuple(_targets(model, config, dtype, rank, ranks) for rank in range(ranks))

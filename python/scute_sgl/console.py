@@ -30,7 +30,7 @@ def assignment(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"found {text!r}, want NAME=VALUE")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return name, value
 
 
@@ -39,11 +39,24 @@ def url(text: str) -> str:
     try:
         parts = urllib.parse.urlsplit(text)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets, or a port that is none
+        known = known and parts.hostname.encode("idna")
+    except ValueError:  # brackets, a port that is none, or a part of a name that is none
         known = False
     if not known or not re.fullmatch(r"[!-~]+", text):
         raise argparse.ArgumentTypeError(f"found {text!r}, want a URL such as http://127.0.0.1:30000")
     return text.rstrip("/")
+
+
+def token(text: str) -> str:
+    """An argparse type: what an HTTP header may hold."""
+    if not re.fullmatch(r"[!-~]+", text):
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}, want printable ASCII without spaces")
+    return text
+
+
+def label(text: str) -> str:
+    """A name as a picture shows it, which takes no control characters and reads $ as the beginning of a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def above_0(text: str) -> float:

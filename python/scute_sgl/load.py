@@ -199,9 +199,9 @@ def draw(panels: Sequence, rows_of: dict[str, list[dict]], args) -> None:
         for panel, what in zip(panels, ("ttft", "tpot")):
             for p, style in ((50, "-"), (99, "--")):
                 values = [math.nan if row[f"{what}_ms_p{p}"] is None else row[f"{what}_ms_p{p}"] for row in rows]
-                panel.plot(rates, values, style, marker=".", color=f"C{color}", label=f"{server} p{p}")
+                panel.plot(rates, values, style, marker=".", color=f"C{color}", label=console.label(f"{server} p{p}"))
         attained = [math.nan if row["attainment"] is None else 100 * row["attainment"] for row in rows]
-        panels[2].plot(rates, attained, marker=".", color=f"C{color}", label=server)
+        panels[2].plot(rates, attained, marker=".", color=f"C{color}", label=console.label(server))
     limits = (args.slo_first, args.slo_token, 100 * GOAL)
     for panel, name, limit in zip(panels, ("TTFT, ms", "TPOT, ms", "requests that meet the SLO, %"), limits):
         panel.axhline(limit, color="gray", linewidth=0.8)

@@ -142,7 +142,9 @@ async def send(opened: aiohttp.ClientSession, url: str, call: Call, body: bytes,
         opening, whole = (json.loads(line.removeprefix(b"data: ")) for line in (beginning, end))
         if "error" in whole:
             return Outcome(call, sent, error=str(whole["error"])[:300])
-        first_tokens, tokens = (answer["meta_info"]["completion_tokens"] for answer in (opening, whole))
+        first_tokens, tokens = counts = [answer["meta_info"]["completion_tokens"] for answer in (opening, whole)]
+        if not all(type(count) is int and 0 <= count <= MOST_REPLY for count in counts):
+            raise ValueError(f"completion_tokens of {str(counts)[:80]}, want whole numbers")
         reason = whole["meta_info"].get("finish_reason")
     except Exception as error:
         return Outcome(call, sent, error=f"{type(error).__name__}: {error}")

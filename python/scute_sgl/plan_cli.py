@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scute_sgl.console import above_0, picture, say
+from scute_sgl.console import above_0, label, picture, say
 from scute_sgl.errors import printable
 from scute_sgl.inspect_cli import columns, read_model
 from scute_sgl.options import DEFAULT_SLOTS, Options
@@ -201,7 +201,7 @@ def draw(file: Path, tenants: list[Tenant], most: int, layers: list[int], gpu: G
     counts = range(1, most + 1)
     axes = Figure(figsize=(7, 4.5), layout="constrained").subplots()
     for method, t in sorted(largest.items()):
-        (line,) = axes.plot(counts, [added(t.cost, n) for n in counts], label=f"{method} ({t.name})")
+        (line,) = axes.plot(counts, [added(t.cost, n) for n in counts], label=label(f"{method} ({t.name})"))
         axes.plot(counts, [added(t.as_lora, n) for n in counts], linestyle="--", linewidth=0.8, color=line.get_color())
     axes.set(xlabel="tenants in the batch", ylabel="predicted ms added to a decode step", xlim=(1, most))
     axes.set_ylim(bottom=0)

@@ -19,6 +19,7 @@ from scute_sgl.errors import printable
 MIB = 1 << 20
 REPLY_SECONDS, MOST_REPLY = 10, 64 * MIB
 CLEAR = "\x1b[H\x1b[J"  # to the top left, and erase what follows
+NUMBER = r"(\d{1,18}(?:\.\d+)?(?:e\+\d\d)?)"  # as Prometheus' client writes counters
 HEADER = ("adapter", "method", "live slots", "own bytes", "on device")
 
 
@@ -30,7 +31,7 @@ def add_parser(commands) -> None:
     parser = commands.add_parser("top", help="watch a running server's adapters and counters")
     here = "http://127.0.0.1:30000"
     parser.add_argument("--url", type=console.url, default=here, help="of the server (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's, if it has one")
+    parser.add_argument("--api-key", type=console.token, metavar="KEY", help="the server's, if it has one")
     parser.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="seconds (default: 2)")
     parser.add_argument("--once", action="store_true", help="look once, for scripts")
     parser.add_argument("--json", action="store_true", help="print a JSON list for each look and nothing else")
@@ -65,7 +66,8 @@ def look(url: str, api_key: str | None = None) -> list[dict]:
     ``rows`` (by method) and ``refusals`` (by code) are None where the server runs without --enable-metrics.
     """
     try:
-        scute = json.loads(_get(url, "/server_info", api_key))["internal_states"][0]["scute"]
+        info = json.loads(_get(url, "/server_info", api_key), parse_constant=_no_constant)
+        scute = info["internal_states"][0]["scute"]
     except urllib.error.HTTPError as error:
         hint = ": give its --api-key" if error.code in (401, 403) else ""
         raise Unreachable(f"{url} answers {error.code} {error.reason}{hint}") from None
@@ -83,14 +85,24 @@ def look(url: str, api_key: str | None = None) -> list[dict]:
 
 def _state(scute: dict) -> tuple[list[dict], dict]:
     """The adapters and the total. AttributeError, KeyError or TypeError for a state without what ``screen`` shows."""
-    adapters = [{"name": name, **tenant} for name, tenant in scute["tenants"].items()]
+    adapters = [{**tenant, "name": name} for name, tenant in scute["tenants"].items()]
     counters = {name: scute[name] for name in ("forwards", "captured", "replays", "slots", "modules")}
-    total = {"name": "total", "time": time.time(), "loaded": len(adapters), **scute["pool"], **counters}
+    total = {**scute["pool"], **counters, "name": "total", "time": time.time(), "loaded": len(adapters)}
     for name in (*counters, "used", "arena_bytes", "shared_bytes", "resident", "swap_ins", "evictions"):
-        total[name] + 0
+        _check_count(total[name])
     for adapter in adapters:
-        adapter["method"] + ", ".join(adapter["live"]), adapter["bytes"] + adapter["resident"]
+        adapter["method"] + ", ".join(adapter["live"])
+        _check_count(adapter["bytes"]), _check_count(int(adapter["resident"] + 0))
     return adapters, total
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text}, which is no JSON")
+
+
+def _check_count(value: object) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise TypeError(f"{str(value)[:40]} is no count")
 
 
 def screen(now: list[dict], before: list[dict] | None, url: str) -> Iterator[str]:
@@ -142,23 +154,27 @@ def _counters(url: str, api_key: str | None) -> tuple[dict[str, int] | None, dic
         text = _get(url, "/metrics", api_key)
     except (OSError, ValueError, http.client.HTTPException):
         return None, None
-    rows = re.findall(r'^scute_rows_total\{method="(\w+)"\} (\S+)$', text, re.MULTILINE)
-    refusals = re.findall(r'^scute_refusals_total\{code="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    rows = re.findall(rf'^scute_rows_total\{{method="(\w+)"\}} {NUMBER}$', text, re.MULTILINE)
+    refusals = re.findall(rf'^scute_refusals_total\{{code="(\w+)"\}} {NUMBER}$', text, re.MULTILINE)
     return {name: int(float(count)) for name, count in rows}, {code: int(float(count)) for code, count in refusals}
 
 
 def _get(url: str, path: str, api_key: str | None) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+    text, until = b"", time.monotonic() + REPLY_SECONDS
     with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as reply:
-        text = reply.read(MOST_REPLY + 1)
-    if len(text) > MOST_REPLY:
-        raise ValueError(f"a reply of over {MOST_REPLY} bytes")
+        while part := reply.read1(MIB):
+            text += part
+            if len(text) > MOST_REPLY:
+                raise ValueError(f"a reply of over {MOST_REPLY} bytes")
+            if time.monotonic() > until:
+                raise TimeoutError(f"a reply of over {REPLY_SECONDS} seconds")
     return text.decode()
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = console.above_0(text)
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError(f"found {text}, want 0.1 to 3600 seconds")
     return value
