@@ -215,7 +215,7 @@ __device__ __forceinline__ void copy_blocks(const LinearTile& tile, const Linear
       const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(mine), block));
 #pragma unroll
       for (int column = lane; column < kColumns; column += 32)
-        if (column < tile.width) copy_16(stage + (block * kColumns + column) * 16, from + column * 16);
+        if (column < tile.width) cp_async16(stage + (block * kColumns + column) * 16, from + column * 16, true);
     }
     barrier_arrive_copied(full);
     __syncwarp();
@@ -309,10 +309,14 @@ __device__ __forceinline__ void multiply_blocks(const LinearParams& p, const Lin
       const auto multiply = [&](auto number) {
         multiply_rows<kColumns, decltype(number)::value>(p, s, vectors, sums, rows, column, b, begin - from, end - from);
       };
-      if (count == 1) multiply(std::integral_constant<int, 1>());
-      else if (count == 2) multiply(std::integral_constant<int, 2>());
-      else if (count == 3) multiply(std::integral_constant<int, 3>());
-      else multiply(std::integral_constant<int, Share::kTogether>());
+      if (count == 1) {
+        multiply(std::integral_constant<int, 1>());
+      } else if (Share::kTogether == 2 || count == 2) {
+        multiply(std::integral_constant<int, 2>());
+      } else if constexpr (Share::kTogether > 2) {
+        if (count == 3) multiply(std::integral_constant<int, 3>());
+        else multiply(std::integral_constant<int, Share::kTogether>());
+      }
     }
   }
 }

@@ -62,11 +62,7 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// 16 bytes, by the thread itself.
-__device__ __forceinline__ void copy_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-// The barrier's phase does not end before the thread's copies of 16 bytes have.
+// The barrier's phase does not end before the thread's cp_async16 have.
 __device__ __forceinline__ void barrier_arrive_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -15,7 +15,7 @@ import test_ops_structured
 import test_ops_tokens
 import torch
 from ops_cases import DEVICES, Case, row_slots, shrink_arguments, world_of
-from torch.library import opcheck
+from torch import library
 
 import scute_sgl
 from scute_sgl import layout, ops
@@ -49,7 +49,7 @@ def test_schema_and_fake_hold(name, device):
     given = ARGUMENTS[name](Case(24, 8, 7, "distinct", device=device))
     # What is never written is NaN, and opcheck compares with ==.
     given |= {out: given[out].nan_to_num(0.0) for out in ("v", "shared_v", "out", "weight", "y") if out in given}
-    opcheck(getattr(torch.ops.scute, name).default, (), given)
+    library.opcheck(getattr(torch.ops.scute, name).default, (), given)
 
 
 def test_build_info():

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.library import register_fake
+from torch import Tensor, library
 
 from scute_sgl.build import REBUILD
 
@@ -221,4 +220,4 @@ def _fake(*args) -> None:
 _NAMES = "plan shrink lookup project expand linear rotate structured reweigh token_rows token_logits"
 
 for _name in _NAMES.split():
-    register_fake(f"scute::{_name}", _fake)
+    library.register_fake(f"scute::{_name}", _fake)
